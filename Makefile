@@ -1,0 +1,34 @@
+# Two commands: `make demo` and `make test`. Each makes .venv and fetches the default model if need be.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint types bench model clean
+
+demo: model
+	$(BIN)/specdec demo
+
+test: model
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+lint: $(READY) types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/linear_cpu.py
+
+model: $(READY)
+	@$(BIN)/specdec pull smollm2-135m
+
+# Our versions are pinned: an unpinned torch may pull a larger build than this project was tested with.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

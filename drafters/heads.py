@@ -1,0 +1,211 @@
+"""Draft heads on disk: our folder, the published ones, and the fingerprint of the base that they belong to.
+
+Our folder holds `config.json` and `heads.safetensors`. Knows no requests and no trees' meaning; the module is in
+`specdec.drafters.medusa_heads`, the published layouts in `specdec.drafters.layouts`.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specdec.drafters.layouts import MEDUSA_FILES, check_tensors, medusa_weights, read_tensors
+from specdec.drafters.medusa_heads import HeadsConfig, MedusaHeads
+from specdec.drafters.protocol import DraftTarget
+from specdec.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["HeadsConfig", "MedusaHeads", "base_fingerprint", "load_heads", "save_config", "save_heads"]
+
+FORMAT = "specdec-heads"
+KIND = "medusa"
+VERSION = 1
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "heads.safetensors"
+
+_FINGERPRINT_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_FINGERPRINT_ROWS = 8
+
+
+def base_fingerprint(model: "PreTrainedModel") -> str:
+    """Return a short hash that tells one base model from another.
+
+    It covers the model type, the sizes and a few rows of the input embedding and the output head, as bf16: a model in
+    bf16 and the same model loaded in fp32 have the same fingerprint.
+
+    Args:
+        model: the base, on any device.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    config = model.config.get_text_config().to_dict()
+    digest = hashlib.blake2b(json.dumps([config.get(key) for key in _FINGERPRINT_KEYS]).encode(), digest_size=8)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings() or model.get_input_embeddings()):
+        weight: Tensor = module.weight.detach()
+        rows = [i * (len(weight) - 1) // (_FINGERPRINT_ROWS - 1) for i in range(_FINGERPRINT_ROWS)]
+        sample = weight[rows].to("cpu", torch.bfloat16).contiguous()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_heads(heads: MedusaHeads, path: str | Path) -> None:
+    """Write heads to a folder, each file in one atomic step; whatever else it holds is left alone.
+
+    Args:
+        heads: the heads; their dtype is kept.
+        path: the folder, made if it doesn't exist.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
+    metadata = {"format": FORMAT, "base_fingerprint": heads.config.base_fingerprint}
+    _replace(folder / WEIGHTS_FILE, lambda file: save_file(state, file, metadata))
+    save_config(heads.config, folder)
+
+
+def save_config(config: HeadsConfig, path: str | Path) -> None:
+    """Write the config of a heads folder alone, in one atomic step: for another tree beside the same weights."""
+    text = json.dumps({"format": FORMAT, "kind": KIND, "version": VERSION} | asdict(config), indent=2)
+    _replace(Path(path) / CONFIG_FILE, lambda file: file.write_text(text + "\n", encoding="utf-8"))
+
+
+def load_heads(
+    path: str | Path, target: DraftTarget | None = None, *, allow_pickle: bool = False, check_base: bool = True
+) -> MedusaHeads:
+    """Load Medusa heads, ours or published, and check that they are whole and belong to the target.
+
+    Reads our folder, Medusa v1 (`medusa_lm_head.safetensors` or `.pt`) and Medusa "version": "2" (residual blocks
+    before the base's own head). The number of heads and blocks of a published checkpoint comes from its weights.
+    Nothing in a file is executed.
+
+    Args:
+        path: the folder, or the weights file itself.
+        target: the model that they shall draft for: its sizes and fingerprint are checked, its device and dtype
+            taken. None checks nothing and reads to the CPU in the file's dtype.
+        allow_pickle: whether a `.pt` or `.bin` file may be read, by the restricted unpickler.
+        check_base: False takes heads whose base has another fingerprint, such as the same model quantized otherwise.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, pickled, of another layout, or for another model; the message
+            names the file and the key.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder; give the folder that holds the heads' {CONFIG_FILE}")
+    folder = path if path.is_dir() else path.parent
+    raw = _read_json(folder / CONFIG_FILE)
+    if (folder / WEIGHTS_FILE).exists() and path.name not in MEDUSA_FILES or "format" in raw:
+        config, state = _read_ours(folder, raw)
+    else:
+        config, state = _read_medusa(path, raw, target, allow_pickle)
+    if target is not None:
+        _check_target(config, target, path, check_base)
+    heads = MedusaHeads(config, device="meta")
+    heads.load_state_dict(state, assign=True)
+    return heads if target is None else heads.to(target.device, target.dtype)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The config beside the weights; empty if there is none."""
+    if not path.exists():
+        return {}
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: isn't JSON ({error}); copy or download it again") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: isn't a JSON object; copy or download it again")
+    return raw
+
+
+def _read_ours(folder: Path, raw: dict[str, Any]) -> tuple[HeadsConfig, dict[str, Tensor]]:
+    config = _parse_config(folder / CONFIG_FILE, raw)
+    file = folder / WEIGHTS_FILE
+    tensors, metadata = read_tensors(file, allow_pickle=False)
+    expected = MedusaHeads(config, device="meta").state_dict()
+    check_tensors(tensors, {name: tuple(tensor.shape) for name, tensor in expected.items()}, file)
+    if metadata.get("base_fingerprint") != config.base_fingerprint:
+        raise CheckpointError(
+            f"{file}: was saved for base {metadata.get('base_fingerprint')!r}, but {CONFIG_FILE} says "
+            f"{config.base_fingerprint!r}; the two are from different saves, save the heads again"
+        )
+    return config, tensors
+
+
+def _parse_config(path: Path, raw: dict[str, Any]) -> HeadsConfig:
+    if not raw:
+        raise CheckpointError(f"{path}: missing; {WEIGHTS_FILE} can't be read without it")
+    header = {key: raw.get(key) for key in ("format", "kind", "version")}
+    if header != {"format": FORMAT, "kind": KIND, "version": VERSION}:
+        raise CheckpointError(
+            f"{path}: describes {header}; this version reads {FORMAT}, kind {KIND}, version {VERSION}"
+        )
+    try:
+        return HeadsConfig(**{key: value for key, value in raw.items() if key not in header})
+    except (ConfigError, TypeError) as error:  # TypeError: a key is unknown or missing
+        raise CheckpointError(f"{path}: {error}; save the heads again") from error
+
+
+def _read_medusa(
+    path: Path, raw: dict[str, Any], target: DraftTarget | None, allow_pickle: bool
+) -> tuple[HeadsConfig, dict[str, Tensor]]:
+    if path.is_dir():
+        names = [name for name in MEDUSA_FILES if (path / name).exists()]
+        if not names:
+            wanted = ", ".join((WEIGHTS_FILE, *MEDUSA_FILES))
+            raise CheckpointError(f"{path}: holds no draft heads that can be read; looked for {wanted}")
+        path /= names[0]
+    weights = medusa_weights(read_tensors(path, allow_pickle)[0], path, shares_head=str(raw.get("version")) == "2")
+    vocab_size = weights.vocab_size
+    if vocab_size is None:
+        if target is None:
+            raise CheckpointError(f"{path}: has no projections, so its vocabulary is the target's; pass the target")
+        vocab_size = target.vocab_size
+    try:
+        config = HeadsConfig(
+            num_heads=weights.num_heads,
+            num_layers=weights.num_layers,
+            hidden_size=weights.hidden_size,
+            vocab_size=vocab_size,
+            projection="shared" if weights.vocab_size is None else "own",
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}; these are no Medusa heads") from error
+    return config, weights.state
+
+
+def _check_target(config: HeadsConfig, target: DraftTarget, path: Path, check_base: bool) -> None:
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(config, name), getattr(target, name)
+        if ours != theirs:
+            raise CheckpointError(
+                f"{path}: these heads have {name} {ours}, the target has {theirs}; train heads for this target"
+            )
+    if check_base and config.base_fingerprint not in ("", target.fingerprint):
+        raise CheckpointError(
+            f"{path}: base_fingerprint {config.base_fingerprint} isn't the target's {target.fingerprint}: these heads "
+            "were trained on another base; train heads for this one, or pass check_base=False if it is the same model "
+            "in another precision"
+        )
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside its place, flush it to the disk, then move it there: a reader sees the old or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,87 @@
+"""What the engine asks of a drafter, and what it tells it. The only thing that layer 6 knows about drafters."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specdec.params import SamplingParams
+from specdec.verifier.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftQuery:
+    """One sequence that wants a tree.
+
+    Args:
+        request_id: the engine's id of the request.
+        tokens: prompt and output so far; the last one is the root. Read only.
+        num_output: how many of `tokens` are output: the root's children stand at this output position.
+        max_nodes: node budget, root included; 1 asks for the root alone.
+        params: the request's parameters; `params.seed` is set.
+    """
+
+    request_id: int
+    tokens: Sequence[int]
+    num_output: int
+    max_nodes: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one step committed, for the drafters that learn from it.
+
+    Args:
+        request_ids: the B requests of the step.
+        num_committed: tokens that each request committed to the cache: prompt chunk and accepted path.
+        hidden: [sum(num_committed), hidden_size] final hidden states of those tokens in order (after the last
+            norm, before the head), or None if the drafter doesn't read them.
+    """
+
+    request_ids: Sequence[int]
+    num_committed: Sequence[int]
+    hidden: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTarget:
+    """What a drafter may know of the target model.
+
+    Args:
+        hidden_size: H, width of the final hidden states.
+        vocab_size: V, columns of the logits, padding included.
+        device: where the target's hidden states and logits are.
+        dtype: their dtype.
+        lm_head: maps final hidden states [R, H] to logits [R, V].
+        fingerprint: the base's fingerprint, as `specdec.drafters.heads.base_fingerprint` computes it.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+    lm_head: Callable[[torch.Tensor], torch.Tensor]
+    fingerprint: str
+
+
+class Drafter(Protocol):
+    """Guesses a tree of continuations for each sequence. Never changes what is emitted, only how fast."""
+
+    name: str
+    """Stands in reports and beside the tokens it proposed."""
+    reads_hidden: bool
+    """Whether `observe` wants the target's final hidden states."""
+
+    def propose(self, queries: Sequence[DraftQuery]) -> TokenTree:
+        """Return one tree a query, each rooted at the query's last token and within its node budget."""
+        ...
+
+    def observe(self, observation: Observation) -> None:
+        """Take note of what was committed in the step."""
+        ...
+
+    def forget(self, request_ids: Collection[int]) -> None:
+        """Drop all state of requests that ended or were preempted."""
+        ...

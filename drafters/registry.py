@@ -1,0 +1,95 @@
+"""Drafters by name. Importing this imports none of them."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from specdec.drafters.protocol import Drafter, DraftTarget
+from specdec.errors import ConfigError
+
+Factory = Callable[..., Drafter]
+
+
+def _lazy(module: str, name: str) -> Callable[[], Factory]:
+    def load() -> Factory:
+        factory: Factory = getattr(import_module(module), name)
+        return factory
+
+    return load
+
+
+DRAFTERS: dict[str, Callable[[], Factory]] = {
+    "none": _lazy("specdec.drafters.none", "NoDrafter"),
+    "ngram": _lazy("specdec.drafters.ngram", "NGramDrafter"),
+    "medusa": _lazy("specdec.drafters.medusa", "load_medusa"),
+}
+"""Name -> what imports the drafter and returns its factory. A factory's keyword arguments are the drafter's options,
+apart from `target`, which it gets if it has it."""
+
+
+def make_drafter(spec: str | Path | Drafter, target: DraftTarget | None = None, **options: Any) -> Drafter:
+    """Return the drafter that a user asked for.
+
+    Args:
+        spec: a name ("none", "ngram"), a name and the path of its weights ("medusa:PATH"), the path of a folder of
+            heads, or a drafter, which is returned as it is.
+        target: the model to draft for; the drafters without weights need none.
+        options: the drafter's own options.
+
+    Raises:
+        ConfigError: the name or an option is unknown, or one is missing or out of bounds.
+        CheckpointError: the drafter's weights can't be read or belong to another model.
+    """
+    if not isinstance(spec, (str, Path)):
+        return _checked(spec, options)
+    name, path = _split(spec)
+    if path is not None:
+        options = {"path": path, **options}
+    factory = DRAFTERS[name]()
+    accepted = inspect.signature(factory).parameters
+    _check_options(name, options, [option for option in accepted if option != "target"])
+    if "target" in accepted:
+        if target is None:
+            raise ConfigError(f"drafter {name!r} reads the target's hidden states; pass the target")
+        options["target"] = target
+    missing = [p.name for p in accepted.values() if p.default is p.empty and p.name not in options]
+    if missing:
+        hint = f': write "{name}:PATH"' if missing == ["path"] else ""
+        raise ConfigError(f"drafter {name!r} needs {', '.join(missing)}{hint}")
+    return factory(**options)
+
+
+def _split(spec: str | Path) -> tuple[str, str | None]:
+    """The drafter's name, and the path of its weights if one is given."""
+    text = str(spec)
+    name, colon, path = text.partition(":")
+    if isinstance(spec, str) and name in DRAFTERS:
+        if colon and not path:
+            raise ConfigError(f"drafter {text!r} has no path after the colon")
+        return name, path or None
+    if isinstance(spec, Path) or "/" in text or (text and Path(text).exists()):
+        return "medusa", text
+    close = difflib.get_close_matches(name, DRAFTERS, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"unknown drafter {text!r}{hint}; known: {', '.join(DRAFTERS)}, medusa:PATH, or a path")
+
+
+def _check_options(name: str, options: dict[str, Any], accepted: list[str]) -> None:
+    for option in options:
+        if option not in accepted:
+            close = difflib.get_close_matches(option, accepted, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            known = ", ".join(accepted) or "none"
+            raise ConfigError(f"drafter {name!r} has no option {option!r}{hint}; it accepts: {known}")
+
+
+def _checked(drafter: Drafter, options: dict[str, Any]) -> Drafter:
+    lacks = [a for a in ("name", "reads_hidden", "propose", "observe", "forget") if not hasattr(drafter, a)]
+    if lacks:
+        raise ConfigError(f"{drafter!r} is neither a drafter's name nor a drafter: it lacks {', '.join(lacks)}")
+    if options:
+        raise ConfigError(f"options {', '.join(options)} can't be given to a drafter that is already made")
+    return drafter

@@ -1,0 +1,128 @@
+"""Attention of a packed batch over paged keys and values: causal chunks and token trees in one call."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Which keys each row of a packed batch sees. N rows of B sequences; keys are counted per sequence.
+
+    A sequence's keys are its context (the cache and this step's causal rows) and then its tree nodes, one key a
+    node, starting at key `context_lens[b]`. A causal row sees the keys up to itself; a tree row sees the whole
+    context and its ancestors.
+
+    Args:
+        cu_seqlens_q: B + 1 offsets of each sequence's rows.
+        context_lens: B counts: keys before the first tree node.
+        seq_lens: B counts: all keys, this step's included; the last rows of a sequence own its last keys.
+        block_table: [B, M] int64, block ids of each sequence; unused entries are 0.
+        positions: [N] int64, position of each row (context + depth for tree rows); sliding windows count it.
+        visible: [N] int64, leading keys that the row sees.
+        ancestors: [N] int64 bitmask: bit j is the key at context_lens[b] + j. 0 for causal rows.
+        block_size: slots a block.
+    """
+
+    cu_seqlens_q: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    block_table: torch.Tensor
+    positions: torch.Tensor
+    visible: torch.Tensor
+    ancestors: torch.Tensor
+    block_size: int
+    _masks: dict[tuple[int, int | None, int], torch.Tensor | None] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def slots(self) -> list[slice | torch.Tensor]:
+        """Slots of each sequence's keys: a slice where its blocks are consecutive, else [keys] int64."""
+        offsets = torch.arange(self.block_size, device=self.block_table.device)
+        out: list[slice | torch.Tensor] = []
+        for row, keys in zip(self.block_table, self.seq_lens, strict=True):
+            blocks = row[: -(-keys // self.block_size)]
+            first = int(blocks[0])
+            if bool((blocks == torch.arange(first, first + len(blocks), device=blocks.device)).all()):
+                out.append(slice(first * self.block_size, first * self.block_size + keys))
+            else:
+                out.append((blocks[:, None] * self.block_size + offsets).flatten()[:keys])
+        return out
+
+    def mask(self, b: int, window: int | None, group: int) -> torch.Tensor | None:
+        """[rows · group, keys] bool of sequence b, True where the row sees the key; None if every row sees all.
+
+        Each row is repeated for the `group` query heads that share a key head. Made once a step.
+        """
+        key = (b, window, group)
+        if key not in self._masks:
+            mask = self._make_mask(b, window).repeat_interleave(group, 0)
+            self._masks[key] = None if bool(mask.all()) else mask
+        return self._masks[key]
+
+    def _make_mask(self, b: int, window: int | None) -> torch.Tensor:
+        rows = slice(self.cu_seqlens_q[b], self.cu_seqlens_q[b + 1])
+        keys, context = self.seq_lens[b], self.context_lens[b]
+        key = torch.arange(keys, device=self.positions.device)
+        bit = (key - context).clamp(0, 63)
+        in_tree = (self.ancestors[rows, None] >> bit) & 1 == 1  # [rows, keys]
+        mask = (key < self.visible[rows, None]) | (in_tree & (key >= context))
+        if window is not None:
+            position = key.clone()
+            position[keys - (rows.stop - rows.start) :] = self.positions[rows]
+            mask &= self.positions[rows, None] - position < window
+        return mask
+
+
+def tree_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attend each row to the keys that `meta` lets it see.
+
+    Query heads that share a key head are folded into the rows, so that each key is read once.
+
+    Args:
+        q: [N, num_heads, D].
+        k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D]. Slots outside a sequence are never read.
+        meta: the batch.
+        scale: factor on the scores.
+        window: a row at position p sees keys at positions above p − window.
+        softcap: scores become softcap · tanh(score / softcap) before masking.
+
+    Returns:
+        [N, num_heads, D], q's dtype.
+    """
+    num_kv_heads, head_dim = k_pages.shape[2:]
+    group = q.shape[1] // num_kv_heads
+    k_slots, v_slots = k_pages.view(-1, num_kv_heads, head_dim), v_pages.view(-1, num_kv_heads, head_dim)
+    out = torch.empty_like(q)
+    for b, slots in enumerate(meta.slots):
+        rows = slice(meta.cu_seqlens_q[b], meta.cu_seqlens_q[b + 1])
+        n = rows.stop - rows.start
+        k = k_slots[slots].to(q.dtype).transpose(0, 1)  # [G, keys, D]
+        v = v_slots[slots].to(q.dtype).transpose(0, 1)
+        folded = q[rows].view(n, num_kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
+        o = _attend(folded, k, v, meta.mask(b, window, group), scale, softcap)  # [G, n · group, D]
+        out[rows] = o.view(num_kv_heads, n, group, head_dim).permute(1, 0, 2, 3).reshape(n, -1, head_dim)
+    return out
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Masked attention of [G, rows, D] queries to [G, keys, D] keys and values."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale)[0]
+    scores = torch.tanh(q @ k.transpose(1, 2) * (scale / softcap)) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    probs = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return probs.to(q.dtype) @ v

@@ -1,0 +1,27 @@
+"""Matrix product of packed rows with a weight in the usual [out, in] layout."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x @ weight.T + bias.
+
+    On a CPU in fp32 or fp64 the product is taken as (weight @ x.T).T: BLAS then streams the large operand once and
+    packs the small one, where the other order repacks the weight at every call. One row is padded to two, since
+    GEMM reads the weight faster than GEMV does (benchmarks/linear_cpu.py measures both).
+
+    Args:
+        x: [N, in].
+        weight: [out, in], same dtype.
+        bias: [out] or None.
+
+    Returns:
+        [N, out], contiguous.
+    """
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return F.linear(x, weight, bias)
+    n = x.shape[0]
+    rows = x if n != 1 else x.expand(2, -1).contiguous()
+    y = (weight @ rows.t()).t()[:n].contiguous()  # [N, out]
+    return y if bias is None else y.add_(bias)

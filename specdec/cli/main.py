@@ -1,0 +1,37 @@
+"""The `specdec` command. Commands import what they need when they run, so that `--help` is quick."""
+
+import click
+
+from specdec import __version__
+from specdec.cli.chat import chat
+from specdec.cli.demo import demo
+from specdec.cli.generate import generate
+from specdec.cli.info import info
+from specdec.cli.pull import pull
+from specdec.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound, SpecdecError, UnsupportedModel
+
+_BAD_INPUT = (InvalidRequest, ConfigError, ModelNotFound, UnsupportedModel, CheckpointError)
+
+
+class _BadInput(click.ClickException):
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    """Turns our own errors into one line and an exit code: 2 for bad input, 1 otherwise."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except SpecdecError as error:
+            raise (_BadInput if isinstance(error, _BAD_INPUT) else click.ClickException)(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(__version__, prog_name="specdec")
+def main() -> None:
+    """Generate several tokens per forward pass without changing what the model says."""
+
+
+for _command in (generate, chat, pull, info, demo):
+    main.add_command(_command)

@@ -1,0 +1,66 @@
+"""Options that several commands share, and the objects that they describe."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from specdec.llm import LLM
+    from specdec.outputs import SpeculationStats
+    from specdec.params import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def model_options(command: F) -> F:
+    """Add --model, --drafter, --device and --dtype."""
+    for option in (
+        click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU."),
+        click.option("--device", default="auto", help="auto takes a GPU where there is one."),
+        click.option("--drafter", default="ngram", help="none, ngram, medusa:PATH, or the path of a heads folder."),
+        click.option("--model", default=DEFAULT_MODEL, help="A folder, a hub id, or a name that `specdec pull` knows."),
+    ):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: F) -> F:
+    """Add the options that make a `SamplingParams`."""
+    for option in (
+        click.option("--stop", multiple=True, help="End the text before this string; may be repeated."),
+        click.option("--seed", type=int, help="The same seed gives the same tokens."),
+        click.option("--min-p", type=float, default=0.0, help="Drop tokens less likely than this × the likeliest."),
+        click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0 keeps all."),
+        click.option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens up to this probability."),
+        click.option("--temperature", type=float, default=0.0, help="0 is greedy."),
+        click.option("--max-new-tokens", type=int, default=256, help="Most tokens to generate."),
+    ):
+        command = option(command)
+    return command
+
+
+def make_params(options: dict[str, Any]) -> "SamplingParams":
+    """Take the sampling options out of a command's arguments and check them."""
+    from specdec.params import SamplingParams
+
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+    return SamplingParams(**{name: options.pop(name) for name in names})
+
+
+def make_llm(options: dict[str, Any]) -> "LLM":
+    """Load the model and the drafter that the options name."""
+    from specdec.llm import LLM
+
+    return LLM(options["model"], options["drafter"], device=options["device"], dtype=options["dtype"])
+
+
+def report(stats: "SpeculationStats", seconds: float) -> str:
+    """Return one line about how an answer was made."""
+    depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_depth)
+    return (
+        f"{stats.num_output_tokens} tokens in {seconds:.2f} s, {stats.num_output_tokens / seconds:.1f} tok/s, "
+        f"{stats.num_forwards} forwards, τ {stats.mean_acceptance_length:.2f}"
+        + (f", acceptance by depth {depths}" if depths else "")
+    )

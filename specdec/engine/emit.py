@@ -1,0 +1,71 @@
+"""From an accepted path to delivered tokens: the stop inside the block, log-probabilities, counts."""
+
+from collections.abc import Sequence
+
+import torch
+
+from specdec.engine.request import Request
+from specdec.engine.scheduler import Scheduled
+from specdec.errors import SpecdecError
+from specdec.outputs import TARGET, TokenLogprob
+from specdec.verifier.rules import Accepted
+from specdec.verifier.tree import TokenTree
+
+
+def check_tree(tree: TokenTree, items: Sequence[Scheduled], vocab_size: int, drafter: str) -> None:
+    """Refuse a tree that doesn't answer what the drafter was asked.
+
+    Raises:
+        SpecdecError: wrong number of trees, a wrong root, too many nodes, or ids outside the vocabulary.
+    """
+    problem = None
+    if tree.num_sequences != len(items):
+        problem = f"{tree.num_sequences} trees for {len(items)} sequences"
+    elif len(tree.tokens) and not 0 <= int(tree.tokens.min()) <= int(tree.tokens.max()) < vocab_size:
+        problem = f"a token id outside the vocabulary of {vocab_size} tokens"
+    else:
+        for b, item in enumerate(items):
+            if int(tree.tokens[tree.cu_nodes[b]]) != item.request.tokens[-1]:
+                problem = f"a root of request {item.request.id} that is not its last token"
+            elif tree.num_nodes(b) > item.max_nodes:
+                problem = f"{tree.num_nodes(b)} nodes for request {item.request.id}, whose budget is {item.max_nodes}"
+    if problem:
+        raise SpecdecError(f"drafter {drafter!r} proposed {problem}; this is a fault of the drafter")
+
+
+def deliver(request: Request, accepted: Accepted, parents: Sequence[int], logits: torch.Tensor, drafter: str) -> None:
+    """Append the accepted tokens to a request up to its first stop, and count them.
+
+    Args:
+        request: whose step it was.
+        accepted: path and tokens.
+        parents: parent of each node of the request's tree.
+        logits: [nodes, V] of the request's tree.
+        drafter: name to stand beside drafted tokens.
+    """
+    depth = len(accepted.path) - 1
+    kept = 0
+    for kept, token in enumerate(accepted.tokens, 1):  # noqa: B007 - the count is used below
+        step = request.stop.push(token)
+        request.tokens.append(token)
+        request.text += step.text
+        request.proposers.append(drafter if kept <= depth else TARGET)
+        if step.finish_reason is not None:
+            request.finish_reason, request.stop_reason = step.finish_reason, step.stop_reason
+            break
+    if request.params.logprobs is not None:
+        rows = torch.tensor(accepted.path[:kept], device=logits.device)
+        request.logprobs += _logprobs(logits[rows], accepted.tokens[:kept], request.params.logprobs)
+    leaf_reached = accepted.path[-1] not in parents
+    request.stats.count(kept, depth, leaf_reached, len(parents) - 1)
+
+
+def _logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """Log-probabilities [K, V] of the delivered tokens, before any processing."""
+    logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    own = logp.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    values, ids = (t.tolist() for t in logp.topk(num_top, dim=-1))
+    return [
+        TokenLogprob(token, lp, dict(zip(i, v, strict=True)))
+        for token, lp, i, v in zip(tokens, own, ids, values, strict=True)
+    ]

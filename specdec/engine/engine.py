@@ -1,0 +1,185 @@
+"""The engine: requests in, tokens out. `Engine.step` is the algorithm of speculative decoding."""
+
+import random
+from collections.abc import Collection, Sequence
+from itertools import count
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specdec.cache.blocks import BlockPool
+from specdec.cache.pages import KVLayout, KVPages
+from specdec.drafters.protocol import Drafter, DraftQuery, Observation
+from specdec.engine.config import EngineConfig, resolve_limits
+from specdec.engine.emit import check_tree, deliver
+from specdec.engine.packing import Packed, pack, slot
+from specdec.engine.request import ABORT, Request
+from specdec.engine.scheduler import Plan, Scheduler
+from specdec.engine.text import StopChecker
+from specdec.errors import InvalidRequest
+from specdec.models.batch import Batch
+from specdec.params import MAX_SEED, SamplingParams
+from specdec.verifier.rules import AcceptanceRule, Accepted, VerifyQuery
+
+
+class Target(Protocol):
+    """The model as the engine sees it: packed rows in, hidden states out."""
+
+    vocab_size: int
+    max_len: int
+    device: torch.device
+    kv_layout: KVLayout
+
+    def forward(self, batch: Batch, pages: KVPages) -> torch.Tensor:
+        """Run a batch: [N, hidden_size]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Score the vocabulary: [R, hidden_size] → [R, vocab_size]."""
+        ...
+
+
+class Engine:
+    """Runs requests over one target, one drafter and one acceptance rule.
+
+    Args:
+        model: the target.
+        drafter: guesses the trees.
+        rule: decides which path is kept.
+        config: sizes.
+        tokenizer: for texts and stop strings; None works on token ids alone.
+        eos_token_ids: tokens that end an answer.
+        num_real_tokens: ids from here on pad the vocabulary and are never emitted.
+        seed: of the seeds that are drawn for requests without one; None draws from the system.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        drafter: Drafter,
+        rule: AcceptanceRule,
+        config: EngineConfig,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        eos_token_ids: Collection[int] = (),
+        num_real_tokens: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.model, self.drafter, self.rule, self.config = model, drafter, rule, config
+        self.limits = resolve_limits(config, model.kv_layout, model.max_len)
+        self.pool = BlockPool(self.limits.num_blocks)
+        self.pages = KVPages(model.kv_layout, self.limits.num_blocks, config.block_size, model.device)
+        self.scheduler = Scheduler(config, self.pool)
+        self.num_steps = 0
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos_token_ids)
+        self._num_real_tokens = num_real_tokens or model.vocab_size
+        self._ids = count()
+        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: the prompt is empty, too long, or holds ids outside the vocabulary; or a stop string was
+                given without a tokenizer.
+        """
+        prompt = list(prompt_token_ids)
+        self._check_prompt(prompt)
+        if params.seed is None:
+            params = params.with_seed(self._seeds.randint(0, MAX_SEED))
+        room = self.limits.max_model_len - len(prompt)
+        stop = StopChecker(params, self._eos, self._tokenizer, prompt, limit=room)
+        request = Request(next(self._ids), len(prompt), params, stop, prompt)
+        self.scheduler.waiting.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request now and free its blocks; one that has ended already stays as it is."""
+        if request.finish_reason is None:
+            request.text += request.stop.flush()
+            request.finish_reason = ABORT
+            self._retire(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is running or waiting."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> None:
+        """Run one forward: every scheduled request moves on by a prompt chunk or by at least one token."""
+        plan = self.scheduler.schedule()
+        self.drafter.forget([r.id for r in plan.preempted])
+        if not plan.items:
+            return
+        tree = self.drafter.propose(_draft_queries(plan))
+        check_tree(tree, plan.decoding, self.model.vocab_size, self.drafter.name)
+        packed = pack(plan, tree, self.config.block_size, self.model.device)
+        hidden = self.model.forward(packed.batch, self.pages)  # [N, H]
+        logits = self.model.logits(hidden[packed.tree_rows])  # [nodes, V]
+        accepted = self.rule(tree, logits, _verify_queries(plan), self._num_real_tokens)
+        self._commit(plan, packed, accepted, hidden)
+        for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
+            rows = logits[tree.cu_nodes[b] : tree.cu_nodes[b + 1]]
+            deliver(item.request, result, tree.parents_of(b), rows, self.drafter.name)
+            if item.request.finish_reason is not None:
+                self._retire(item.request)
+        self.num_steps += 1
+
+    def check_integrity(self) -> None:
+        """Check that no block is lost or held twice.
+
+        Raises:
+            AssertionError: one is; the message names it.
+        """
+        self.pool.check_integrity(r.block_table for r in self.scheduler.running)
+
+    def _commit(self, plan: Plan, packed: Packed, accepted: Sequence[Accepted], hidden: torch.Tensor) -> None:
+        """Make the accepted path of each item contiguous in the cache, and tell the drafter what was committed."""
+        src: list[int] = []
+        dst: list[int] = []
+        rows: list[int] = []
+        counts: list[int] = []
+        results = iter(accepted)
+        for item, start in zip(plan.items, packed.starts, strict=True):
+            path = next(results).path if item.max_nodes else ()
+            root = item.request.num_computed + item.num_causal  # key of the root
+            moves = [(node, depth) for depth, node in enumerate(path) if node != depth]
+            src += [slot(item, root + node, self.config.block_size) for node, _ in moves]
+            dst += [slot(item, root + depth, self.config.block_size) for _, depth in moves]
+            rows += [*range(start, start + item.num_causal), *(start + item.num_causal + node for node in path)]
+            counts.append(item.num_causal + len(path))
+            item.request.num_computed += counts[-1]
+            self.scheduler.trim(item.request)
+        self.pages.commit(src, dst)
+        seen = hidden[torch.tensor(rows, device=hidden.device)] if self.drafter.reads_hidden else None
+        self.drafter.observe(Observation([item.request.id for item in plan.items], counts, seen))
+
+    def _retire(self, request: Request) -> None:
+        self.scheduler.release(request)
+        self.drafter.forget([request.id])
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; give at least one token")
+        bad = next((t for t in prompt if not 0 <= t < self.model.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.model.vocab_size} tokens")
+        if len(prompt) >= self.limits.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens and the context limit is {self.limits.max_model_len}, "
+                "one of which must be left for the answer; shorten the prompt or raise max_model_len"
+            )
+
+
+def _draft_queries(plan: Plan) -> list[DraftQuery]:
+    return [
+        DraftQuery(r.id, r.tokens, r.num_output, item.max_nodes, r.params)
+        for item in plan.decoding
+        for r in (item.request,)
+    ]
+
+
+def _verify_queries(plan: Plan) -> list[VerifyQuery]:
+    return [VerifyQuery(r.params, r.tokens, r.num_output) for item in plan.decoding for r in (item.request,)]

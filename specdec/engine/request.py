@@ -1,0 +1,68 @@
+"""One request: host integers only. Its keys and values are in the pages that its block table names."""
+
+from dataclasses import dataclass, field
+
+from specdec.engine.text import StopChecker
+from specdec.outputs import Completion, SpeculationStats, TokenLogprob
+from specdec.params import SamplingParams
+
+ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt, its answer so far, and where its keys and values are.
+
+    Args:
+        id: unique in the engine.
+        prompt_len: how many of `tokens` are the prompt.
+        params: with `seed` set.
+        stop: decides where the answer ends.
+        tokens: prompt and output; the last one is the next root.
+        block_table: the blocks that hold its keys and values.
+        num_computed: leading tokens whose keys and values are committed; always fewer than the tokens.
+        proposers: for each output token, who proposed it.
+        logprobs: for each output token, if asked for.
+        text: certain text of the output.
+        finish_reason, stop_reason: as in `Completion`; None while it runs.
+        stats: how speculation went.
+    """
+
+    id: int
+    prompt_len: int
+    params: SamplingParams
+    stop: StopChecker
+    tokens: list[int]
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    proposers: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the next forwards must run; the last of them is the root. At least 1."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """Tokens delivered so far."""
+        return len(self.tokens) - self.prompt_len
+
+    def completion(self) -> Completion:
+        """Return the finished answer."""
+        assert self.finish_reason is not None, f"request {self.id} has not finished"
+        return Completion(
+            request_id=self.id,
+            prompt_token_ids=self.tokens[: self.prompt_len],
+            token_ids=self.tokens[self.prompt_len :],
+            text=self.text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            proposers=list(self.proposers),
+            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+            stats=self.stats,
+        )

@@ -1,0 +1,126 @@
+"""Decides which requests take part in a step, with how many rows, and reserves their slots."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from specdec.cache.blocks import BlockPool
+from specdec.engine.config import EngineConfig
+from specdec.engine.request import Request
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """One request's part in a step.
+
+    Args:
+        request: whose.
+        num_causal: pending tokens to run as causal rows: all but the root, or a chunk of them.
+        max_nodes: node budget of its tree, root included; 0 where this step doesn't reach the root yet.
+    """
+
+    request: Request
+    num_causal: int
+    max_nodes: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a step will run, and the requests that had to make room for it."""
+
+    items: list[Scheduled] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def decoding(self) -> list[Scheduled]:
+        """The items that reach their root and so emit tokens."""
+        return [item for item in self.items if item.max_nodes]
+
+
+class Scheduler:
+    """First come, first served; decoding before prompt chunks; the youngest makes room when blocks run out.
+
+    Args:
+        config: budgets.
+        pool: the blocks to reserve from.
+    """
+
+    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def schedule(self) -> Plan:
+        """Choose the step's requests and reserve a slot for each of their rows."""
+        plan = Plan()
+        budget = self.config.max_num_batched_tokens
+        num_decoding = sum(r.num_pending == 1 for r in self.running)
+        share = max(0, budget - num_decoding) // 2 // max(1, num_decoding)  # half of the rest is left for prompts
+        max_nodes = min(self.config.max_nodes, 1 + share)
+        for request in sorted(self.running, key=lambda r: r.num_pending > 1):  # decoding first; the sort is stable
+            if budget and request not in plan.preempted:
+                budget -= self._add(plan, request, budget, max_nodes)
+        while self.waiting and budget and not plan.preempted and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            if self._blocks_missing(request, len(request.tokens)) > self.pool.num_free:
+                break
+            self.running.append(self.waiting.popleft())
+            budget -= self._add(plan, request, budget, max_nodes)
+        return plan
+
+    def release(self, request: Request) -> None:
+        """Take an ended or aborted request out and free its blocks."""
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._free_blocks(request)
+
+    def trim(self, request: Request) -> None:
+        """Free the blocks behind the committed tokens: slots of rejected nodes."""
+        keep = -(-request.num_computed // self.config.block_size)
+        self.pool.release(request.block_table[keep:])
+        del request.block_table[keep:]
+
+    def _add(self, plan: Plan, request: Request, budget: int, max_nodes: int) -> int:
+        """Put a request into the plan if its slots can be had; return the rows that it takes of the budget."""
+        rows = min(request.num_pending, budget)
+        reaches_root = rows == request.num_pending
+        max_nodes = min(max_nodes, budget - rows + 1) if reaches_root else 0
+        if reaches_root and request.params.max_new_tokens - request.num_output == 1:
+            max_nodes = 1  # the choice at the root is the last token
+        spare = max(max_nodes - 1, 0)
+        if self._blocks_missing(request, request.num_computed + rows + spare) > self.pool.num_free:
+            max_nodes, spare = min(max_nodes, 1), 0
+        if not self._reserve(plan, request, request.num_computed + rows):
+            return 0
+        request.block_table += self.pool.allocate(self._blocks_missing(request, request.num_computed + rows + spare))
+        plan.items.append(Scheduled(request, rows - 1 if reaches_root else rows, max_nodes))
+        return rows + spare
+
+    def _reserve(self, plan: Plan, request: Request, num_slots: int) -> bool:
+        """Make room for `num_slots` slots of a request by preempting younger ones; False if it had to go itself."""
+        while self._blocks_missing(request, num_slots) > self.pool.num_free:
+            victim = self.running[-1]
+            self._preempt(plan, victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, plan: Plan, request: Request) -> None:
+        """Send a request back to the head of the queue; its tokens are recomputed later."""
+        self.running.remove(request)
+        self._free_blocks(request)
+        request.num_computed = 0
+        plan.items = [item for item in plan.items if item.request is not request]
+        plan.preempted.append(request)
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _blocks_missing(self, request: Request, num_slots: int) -> int:
+        return max(0, -(-num_slots // self.config.block_size) - len(request.block_table))
+
+    def _free_blocks(self, request: Request) -> None:
+        self.pool.release(request.block_table)
+        request.block_table.clear()

@@ -1,0 +1,45 @@
+"""The exceptions that specdec raises for its users' mistakes. Layer 0: knows nothing else.
+
+Every message names the offending value and what to do about it. `SpecdecError` catches them all::
+
+    SpecdecError
+    ├── InvalidRequest        (also ValueError)  a prompt or a parameter is out of bounds
+    ├── ConfigError           (also ValueError)  an engine option is out of bounds or unknown
+    ├── ModelNotFound                            the model is neither a path, a known name nor on the hub
+    ├── UnsupportedModel                         the architecture can't be run, and why
+    ├── CheckpointError                          a weights file is missing, broken, or for another model
+    ├── DownloadError                            fetching a model failed; nothing was kept
+    └── OutOfBlocks                              the KV cache is too small for this request
+"""
+
+
+class SpecdecError(Exception):
+    """Base of every error that specdec raises on purpose."""
+
+
+class InvalidRequest(SpecdecError, ValueError):  # noqa: N818 - the field's name for it
+    """A prompt or a sampling parameter is out of bounds."""
+
+
+class ConfigError(SpecdecError, ValueError):
+    """An engine or drafter option is unknown or out of bounds."""
+
+
+class ModelNotFound(SpecdecError):  # noqa: N818
+    """The model is neither a local folder, nor a name that `specdec pull` knows, nor on the hub."""
+
+
+class UnsupportedModel(SpecdecError):  # noqa: N818
+    """The model's architecture can't be run; the message says which part and why."""
+
+
+class CheckpointError(SpecdecError):
+    """A weights or config file is missing, broken, or belongs to another model."""
+
+
+class DownloadError(SpecdecError):
+    """Fetching or converting a model failed; nothing half-written was kept."""
+
+
+class OutOfBlocks(SpecdecError):  # noqa: N818
+    """The KV cache has too few blocks for one request."""

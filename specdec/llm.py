@@ -1,0 +1,265 @@
+"""The Python API: `LLM(model, drafter=...)`, then `generate`, `chat` or `stream`."""
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec.drafters.heads import base_fingerprint
+from specdec.drafters.protocol import Drafter, DraftTarget
+from specdec.drafters.registry import make_drafter
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.engine.request import Request
+from specdec.errors import ConfigError, InvalidRequest
+from specdec.hub.load import Loaded, load
+from specdec.models.decoder import Decoder
+from specdec.outputs import Completion, StreamChunk
+from specdec.params import SamplingParams
+from specdec.verifier.rules import AcceptanceRule, make_rule
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, str]]
+T = TypeVar("T")
+
+
+class LLM:
+    """A target model and a drafter, ready to generate. Not for several threads at once.
+
+    Args:
+        model: a folder, a hub id, a name that `specdec pull` knows, or a loaded Hugging Face model.
+        drafter: "none", "ngram", "medusa:PATH", the path of a heads folder, or a `Drafter`.
+        tokenizer: for a loaded model; else the model's own.
+        dtype: "auto" is fp32 on CPU and bf16 on a GPU, and what it is for a loaded model; a torch dtype or its name.
+        device: "auto" takes a GPU where there is one, and a loaded model where it is; a torch device or its name.
+        rule: "coupled" says exactly what the target says; "typical" (Medusa's) is lossy; or an `AcceptanceRule`.
+        drafter_options: keyword arguments of the drafter.
+        seed: of the seeds drawn for requests that have none.
+        engine_options: fields of `EngineConfig`: max_model_len, max_num_seqs, num_blocks, block_size, ….
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CheckpointError: the model or the heads can't be used.
+        ConfigError: an option is unknown or out of bounds.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        drafter: str | Drafter = "ngram",
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        rule: str | AcceptanceRule = "coupled",
+        drafter_options: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        **engine_options: Any,
+    ) -> None:
+        config = _engine_config(engine_options)
+        loaded = _load(model, tokenizer, dtype, device)
+        self.hf_model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        decoder = Decoder(loaded.model)
+        target = DraftTarget(
+            hidden_size=decoder.hidden_size,
+            vocab_size=decoder.vocab_size,
+            device=decoder.device,
+            dtype=decoder.dtype,
+            lm_head=decoder.logits,
+            fingerprint=base_fingerprint(loaded.model),
+        )
+        self.engine = Engine(
+            decoder,
+            make_drafter(drafter, target, **(drafter_options or {})),
+            make_rule(rule) if isinstance(rule, str) else rule,
+            config,
+            tokenizer=self.tokenizer,
+            eos_token_ids=_eos_token_ids(loaded.model, self.tokenizer),
+            num_real_tokens=_num_real_tokens(self.tokenizer, decoder.vocab_size),
+            seed=seed,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answer prompts, as many at once as the engine holds.
+
+        Args:
+            prompts: one prompt or several; a prompt is text or token ids.
+            params: for all prompts, or one for each; greedy by default.
+
+        Returns:
+            One completion a prompt, in order.
+
+        Raises:
+            InvalidRequest: a prompt or a parameter can't be used; nothing was run.
+        """
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: list[Any] = [prompts] if one else list(prompts)
+        return self._run([self._encode(p) for p in many], _spread(params or SamplingParams(), len(many)))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answer conversations through the model's chat template.
+
+        Args:
+            messages: one conversation or several; a conversation is a list of {"role", "content"}.
+            params: as in `generate`.
+
+        Raises:
+            InvalidRequest: as in `generate`, or the model has no chat template.
+        """
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        many: list[Any] = [messages] if one else list(messages)
+        return self._run([self.encode_chat(m) for m in many], _spread(params or SamplingParams(), len(many)))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Answer one prompt piece by piece; closing the iterator ends the request and frees its blocks.
+
+        Raises:
+            InvalidRequest: as in `generate`, at the call.
+        """
+        request = self.engine.add(self._encode(prompt), params or SamplingParams())
+        return self.follow(request)
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Return the token ids of a conversation, ready for an answer.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or the template refuses the messages.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise InvalidRequest(f"model {self.name!r} has no chat template; use generate() with a plain prompt")
+        if not messages:
+            raise InvalidRequest("the conversation is empty; give at least one message")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program: whatever it raises, the messages don't fit it
+            raise InvalidRequest(f"the chat template of {self.name!r} refuses these messages: {error}") from error
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise InvalidRequest(f"model {self.name!r} has no tokenizer; give the prompt as token ids")
+        ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        return ids
+
+    def _run(self, prompts: list[list[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+        requests: list[Request] = []
+        try:
+            for prompt, p in zip(prompts, params, strict=True):
+                requests.append(self.engine.add(prompt, p))
+            while any(r.finish_reason is None for r in requests):
+                self.engine.step()
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+        return [r.completion() for r in requests]
+
+    def follow(self, request: Request) -> Iterator[StreamChunk]:
+        """Run the engine and yield what it adds to a request, until the request ends."""
+        tokens = chars = 0
+        try:
+            while request.finish_reason is None:
+                self.engine.step()
+                if request.num_output > tokens:
+                    output = request.tokens[request.prompt_len + tokens :]
+                    text, proposers = request.text[chars:], request.proposers[tokens:]
+                    tokens, chars = request.num_output, len(request.text)
+                    yield StreamChunk(text, output, proposers, request.finish_reason)
+        finally:
+            self.engine.abort(request)
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Turn "auto" or a name into a device.
+
+    Raises:
+        ConfigError: the name is unknown, or the device is not there.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is unknown; use auto, cpu or cuda") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, but torch sees no GPU; use device='cpu' or 'auto'")
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """Turn "auto" or a name into a dtype: fp32 on a CPU, bf16 on a GPU.
+
+    Raises:
+        ConfigError: the name is not a floating-point dtype.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise ConfigError(f"dtype {dtype!r} is unknown; use auto, float32, bfloat16 or float16")
+    return resolved
+
+
+def _load(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+) -> Loaded:
+    if isinstance(model, PreTrainedModel):
+        where = model.device if device == "auto" else resolve_device(device)
+        what = model.dtype if dtype == "auto" else resolve_dtype(dtype, where)
+    else:
+        where = resolve_device(device)
+        what = resolve_dtype(dtype, where)
+    return load(model, dtype=what, device=where, tokenizer=tokenizer)
+
+
+def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    known = [f.name for f in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(known)}"
+            raise ConfigError(f"LLM has no option {name!r}; {hint}")
+    return EngineConfig(**options)
+
+
+def _spread(params: T | Sequence[T], count: int) -> Sequence[T]:
+    if not isinstance(params, Sequence):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequest(f"{len(params)} SamplingParams were given for {count} prompts; give one, or one for each")
+    return params
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        return []
+    return list(eos) if isinstance(eos, (list, tuple)) else [eos]
+
+
+def _num_real_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> int:
+    """Ids from here on pad the vocabulary: no token of the tokenizer has them."""
+    if tokenizer is None:
+        return vocab_size
+    return min(vocab_size, max(tokenizer.get_vocab().values(), default=vocab_size - 1) + 1)

@@ -1,0 +1,82 @@
+"""One decoder for the packed batch, over the weights of a loaded Hugging Face model."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from transformers import PreTrainedModel
+
+from specdec.cache.pages import KVLayout, KVPages
+from specdec.kernels.activation import act_mul
+from specdec.kernels.attention import tree_attention
+from specdec.kernels.linear import linear
+from specdec.kernels.norm import add_rmsnorm, rmsnorm
+from specdec.kernels.rope import rope_write
+from specdec.models.batch import Batch
+from specdec.models.weights import DecoderWeights, LayerWeights, share_weights
+
+
+class Decoder:
+    """Runs a Hugging Face causal LM over packed batches. Its weights are the model's own, not copies.
+
+    Args:
+        model: a loaded model of a known family, in eval mode. Its projections become views of merged matrices;
+            it still works by itself.
+
+    Raises:
+        UnsupportedModel: the family, or a feature of its config, is not known.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.weights: DecoderWeights = share_weights(model)
+        config = model.config
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = self.weights.head.shape[0]
+        self.max_len: int = config.max_position_embeddings
+        self.device: torch.device = self.weights.embed.device
+        self.dtype: torch.dtype = self.weights.embed.dtype
+        w = self.weights
+        self.kv_layout = KVLayout(len(w.layers), w.num_kv_heads, w.head_dim, self.dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, pages: KVPages) -> torch.Tensor:
+        """Run the rows of a batch; their keys and values go to their slots.
+
+        Returns:
+            [N, hidden_size], after the last norm.
+        """
+        w = self.weights
+        rope = self._rope(batch.attention.positions)
+        residual = F.embedding(batch.input_ids, w.embed)
+        x = rmsnorm(residual, w.layers[0].attn_norm, w.eps)
+        for i, layer in enumerate(w.layers):
+            x = self._attention(layer, i, x, rope, batch, pages)
+            x, residual = add_rmsnorm(x, residual, layer.mlp_norm, w.eps)
+            x = linear(act_mul(linear(x, layer.gate_up, layer.gate_up_bias), w.activation), layer.down, layer.down_bias)
+            next_norm = w.layers[i + 1].attn_norm if i + 1 < len(w.layers) else w.norm
+            x, residual = add_rmsnorm(x, residual, next_norm, w.eps)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Score the vocabulary: [R, hidden_size] → [R, vocab_size]."""
+        return linear(hidden, self.weights.head, self.weights.head_bias)
+
+    def _attention(
+        self,
+        layer: LayerWeights,
+        i: int,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        batch: Batch,
+        pages: KVPages,
+    ) -> torch.Tensor:
+        w = self.weights
+        qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, w.head_dim)  # [N, heads + 2 kv heads, D]
+        q = rope_write(qkv, *rope, pages.k[i], pages.v[i], batch.slot_mapping, w.num_heads)
+        o = tree_attention(q, pages.k[i], pages.v[i], batch.attention, scale=w.scale)
+        return linear(o.flatten(1), layer.o, layer.o_bias)
+
+    def _rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [N, R] of the rows, sin with its first half negated as `rope_write` wants it."""
+        angle = positions[:, None].float() * self.weights.inv_freq  # [N, R / 2], fp32 as transformers does
+        cos, sin = angle.cos() * self.weights.rope_scale, angle.sin() * self.weights.rope_scale
+        return torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)

@@ -1,0 +1,69 @@
+"""Fixtures: tiny random models in float64, engines over them, and the real default model."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from tests.letters import letters
+
+VOCAB = 97
+ALL_THREADS = torch.get_num_threads()
+torch.set_num_threads(1)  # tiny products are faster on one thread
+
+
+def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: object) -> LlamaForCausalLM:
+    """A random Llama of three layers whose greedy answers neither loop at once nor end."""
+    config: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "initializer_range": 0.6,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**(config | overrides))).to(dtype)
+    model.generation_config.eos_token_id = model.config.eos_token_id
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> PreTrainedModel:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of single characters, as a Hugging Face folder."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_llama(vocab_size=100, dtype=torch.float32, max_position_embeddings=1024).save_pretrained(path)
+    letters().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def real_model_path() -> Path:
+    from specdec.hub import pull
+
+    return pull("smollm2-135m")
+
+
+@pytest.fixture(autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The real model gets all threads."""
+    torch.set_num_threads(ALL_THREADS if request.node.get_closest_marker("model") else 1)
+    yield
+    torch.set_num_threads(1)

@@ -1,0 +1,145 @@
+"""The command line over a tiny model's folder: outputs, JSON, exit codes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from specdec import LLM, SamplingParams, __version__
+from specdec.cli.demo_prompts import PROMPTS
+from specdec.cli.main import main
+from specdec.errors import DownloadError, OutOfBlocks
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(folder: Path) -> Invoke:
+    def run(*args: str, **kwargs: str) -> Result:
+        model = ["--model", str(folder)] if args[0] not in ("pull", "--version", "--help") else []
+        return CliRunner().invoke(main, [*args, *model], **kwargs)  # type: ignore[arg-type]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> list[str]:
+    completions = LLM(folder, drafter="none").generate(["hello", "world"], SamplingParams(max_new_tokens=9))
+    return [c.text for c in completions]
+
+
+def test_generate_prints_one_text_a_prompt_and_a_report(invoke: Invoke, answers: list[str]) -> None:
+    result = invoke("generate", "hello", "world", "--max-new-tokens", "9")
+    assert result.exit_code == 0
+    assert result.stdout == "".join(f"{text}\n" for text in answers)
+    assert "9 tokens in" in result.stderr and "τ" in result.stderr
+
+
+def test_generate_json_is_one_object_a_prompt(invoke: Invoke, answers: list[str]) -> None:
+    result = invoke("generate", "hello", "world", "--max-new-tokens", "9", "--json", "--drafter", "ngram")
+    objects = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [o["text"] for o in objects] == answers
+    assert [o["prompt"] for o in objects] == ["hello", "world"]
+    for o in objects:
+        assert (len(o["token_ids"]), len(o["proposers"]), o["finish_reason"]) == (9, 9, "length")
+        assert o["stats"]["mean_acceptance_length"] == 9 / o["stats"]["num_forwards"]
+
+
+def test_generate_streams_and_reads_standard_input(invoke: Invoke, answers: list[str]) -> None:
+    result = invoke("generate", "-", "--stream", "--max-new-tokens", "9", input="hello")
+    assert result.stdout == answers[0] + "\n"
+
+
+def test_generate_sampling_is_repeatable(invoke: Invoke, answers: list[str]) -> None:
+    args = ("generate", "hello", "--max-new-tokens", "9", "--temperature", "1.5", "--top-p", "0.9", "--seed", "3")
+    first, second = invoke(*args).stdout, invoke(*args, "--drafter", "none").stdout
+    assert first == second != answers[0] + "\n"
+
+
+def test_generate_chat_wraps_the_prompt(invoke: Invoke, folder: Path) -> None:
+    (want,) = LLM(folder).chat([{"role": "user", "content": "hi"}], SamplingParams(max_new_tokens=5))
+    assert invoke("generate", "hi", "--chat", "--max-new-tokens", "5").stdout == want.text + "\n"
+
+
+def test_chat_keeps_the_conversation(invoke: Invoke, folder: Path) -> None:
+    result = invoke("chat", "--system", "", "--max-new-tokens", "5", input="hi\nagain\n\n")
+    assert result.exit_code == 0, result.output
+    llm, params = LLM(folder), SamplingParams(max_new_tokens=5)
+    (first,) = llm.chat([{"role": "user", "content": "hi"}], params)
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": first.text}]
+    (second,) = llm.chat([*history, {"role": "user", "content": "again"}], params)
+    assert first.text in result.stdout and second.text in result.stdout
+    assert invoke("chat", input="").exit_code == 0
+
+
+def test_info_names_versions_device_and_reasons(invoke: Invoke) -> None:
+    facts = json.loads(invoke("info", "--json").stdout)
+    assert facts["specdec"] == __version__ and facts["torch"] == torch.__version__
+    assert "float32" in facts["dtype"] and "ngram" in facts["drafters"] and "llama" in facts["model"]
+    assert "ngram" in invoke("info").stdout
+
+
+def test_pull_prints_the_folder(monkeypatch: pytest.MonkeyPatch, invoke: Invoke, tmp_path: Path) -> None:
+    monkeypatch.setattr("specdec.hub.fetch.pull", lambda name: tmp_path / name)
+    assert invoke("pull", "smollm2-135m").stdout == f"{tmp_path / 'smollm2-135m'}\n"
+
+
+def test_demo_shows_one_table_and_writes_json(invoke: Invoke, tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    result = invoke("demo", "--max-new-tokens", "8", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "= HF" in result.stdout and "guessed in green" in result.stdout
+    assert all(f"{name} " in result.stdout for name in PROMPTS)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["prompt"] for row in rows] == list(PROMPTS)
+    assert all(row["identical"] or row["margin"] < 1e-3 for row in rows)
+    assert all(row["hf"] > 0 and row["plain"] > 0 and row["speculative"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be a number at least 0"),
+        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens must be a whole number, at least 1"),
+        (["generate", "x", "--drafter", "nrgam"], "did you mean 'ngram'"),
+        (["generate", "x", "--drafter", "medusa:/nowhere"], "/nowhere"),
+        (["generate", "x" * 1200], "the context limit is 1024"),
+        (["generate", "x", "--json", "--stream"], "exclude each other"),
+        (["generate"], "Missing argument"),
+        (["generate", "x", "--nonsense"], "No such option"),
+        (["generate", "x", "--device", "gpu"], "device 'gpu' is unknown"),
+        (["pull", "gpt-9"], "gpt-9"),
+    ],
+)
+def test_bad_input_exits_with_2_and_one_message(args: list[str], message: str, invoke: Invoke) -> None:
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output and result.stdout == ""
+
+
+def test_an_unknown_model_exits_with_2() -> None:
+    result = CliRunner().invoke(main, ["generate", "x", "--model", "/no/such/model"])
+    assert (result.exit_code, "/no/such/model" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("error", [DownloadError("the disk is full"), OutOfBlocks("too small")])
+def test_other_failures_exit_with_1(error: Exception, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def fail(name: str) -> Path:
+        raise error
+
+    monkeypatch.setattr("specdec.hub.fetch.pull", fail)
+    result = invoke("pull", "smollm2-135m")
+    assert (result.exit_code, result.stderr) == (1, f"Error: {error}\n")
+
+
+def test_version_and_help() -> None:
+    assert __version__ in CliRunner().invoke(main, ["--version"]).stdout
+    text = CliRunner().invoke(main, ["--help"]).stdout
+    assert all(name in text for name in ("generate", "chat", "pull", "info", "demo"))
+    assert isinstance(main, click.Group)
