@@ -1,15 +1,30 @@
 """What one request asks for. Layer 0: knows nothing of models, engines or trees."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from specdec.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 1024
+MAX_WORD_LEN = 64
+MAX_NGRAM_SIZE = 64
+MAX_LOGITS_PROCESSORS = 16
+MAX_BIAS = 10_000
+
+LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
+"""Maps a prefix, [1, L] int64, and its scores, [1, V] float32 or float64, to the scores [1, V] to choose by.
+
+Each object of transformers' `LogitsProcessor` classes is one.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +43,19 @@ class SamplingParams:
         ignore_eos: go on past the model's EOS tokens.
         logprobs: None for none, else how many alternatives to return beside each token's own log-probability.
         skip_special_tokens: leave special tokens out of the text.
+        min_new_tokens: EOS and stop tokens can't be chosen before that many tokens; stop strings still end the text.
+        repetition_penalty: scores of tokens in the prompt or the output are divided by it if positive, else multiplied
+            (transformers' and vLLM's meaning); 1 is none, 0.01 to 100.
+        presence_penalty: is taken off the score of each token in the output (OpenAI's meaning); -2 to 2.
+        frequency_penalty: is taken off the score of a token as often as it is in the output; -2 to 2.
+        logit_bias: token id → number to add to its score, at most 10,000 either way.
+        no_repeat_ngram_size: n-grams of that size in prompt and output can't come again; 0 is none, at most 64.
+        bad_words_ids: token sequences that can't come; one that is a lone EOS token is ignored, as in transformers.
+        suppress_tokens: token ids that can't be chosen.
+        allowed_token_ids: token ids that may be chosen; None allows all.
+        logits_processors: called once for each position, in order, with the whole prefix and the scores, after all of
+            the above and before temperature, top-k, top-p and min-p. A processor may be called for a few positions
+            behind a stop, whose tokens are then dropped.
 
     Raises:
         InvalidRequest: a value is out of bounds; the message names it.
@@ -44,12 +72,21 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    no_repeat_ngram_size: int = 0
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    suppress_tokens: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _check_int("max_new_tokens", self.max_new_tokens, low=1)
         _check_real("temperature", self.temperature, "at least 0", lambda x: x >= 0)
         _check_int("top_k", self.top_k, low=0)
@@ -61,10 +98,35 @@ class SamplingParams:
             raise InvalidRequest(f"{len(self.stop)} stop strings were given; at most {MAX_STOPS} are allowed")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidRequest(f"stop must hold non-empty strings, not {list(self.stop)!r}")
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, low=0)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        self._check_processors()
+
+    def _check_processors(self) -> None:
+        _check_int("min_new_tokens", self.min_new_tokens, low=0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InvalidRequest(
+                f"min_new_tokens ({self.min_new_tokens}) must be at most max_new_tokens ({self.max_new_tokens})"
+            )
+        _check_real("repetition_penalty", self.repetition_penalty, "between 0.01 and 100", lambda x: 0.01 <= x <= 100)
+        _check_real("presence_penalty", self.presence_penalty, "between -2 and 2", lambda x: -2 <= x <= 2)
+        _check_real("frequency_penalty", self.frequency_penalty, "between -2 and 2", lambda x: -2 <= x <= 2)
+        _check_int("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0, high=MAX_NGRAM_SIZE)
+        for name in ("stop_token_ids", "suppress_tokens"):
+            object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids is empty: nothing could be chosen; give ids, or None for all")
+        words = _bounded("bad_words_ids", self.bad_words_ids, MAX_BAD_WORDS)
+        object.__setattr__(self, "bad_words_ids", tuple(_token_ids("bad_words_ids", w, MAX_WORD_LEN) for w in words))
+        if not all(self.bad_words_ids):
+            raise InvalidRequest("bad_words_ids holds an empty word; give each word at least one token id")
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        processors = _bounded("logits_processors", self.logits_processors, MAX_LOGITS_PROCESSORS)
+        object.__setattr__(self, "logits_processors", processors)
+        if any(not callable(processor) for processor in processors):
+            raise InvalidRequest(f"logits_processors must hold callables of (prefix, scores), not {list(processors)!r}")
 
     @property
     def greedy(self) -> bool:
@@ -86,3 +148,28 @@ def _check_real(name: str, value: Any, bounds: str, ok: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not ok(value):
         raise InvalidRequest(f"{name} must be a number {bounds}, not {value!r}")
+
+
+def _bounded(name: str, values: Any, most: int) -> tuple[Any, ...]:
+    """The values as a tuple; nothing is copied before their number is known to be small."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or not isinstance(values, Sized):
+        raise InvalidRequest(f"{name} must be a list, not {values!r}")
+    if len(values) > most:
+        raise InvalidRequest(f"{name} has {len(values)} entries; at most {most} are allowed")
+    return tuple(values)
+
+
+def _token_ids(name: str, values: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
+    ids = _bounded(name, values, most)
+    for token in ids:
+        _check_int(name, token, low=0)
+    return ids
+
+
+def _bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, not be {bias!r}")
+    bounds = f"between -{MAX_BIAS} and {MAX_BIAS}"
+    for token, value in zip(_token_ids("logit_bias", bias), bias.values(), strict=True):
+        _check_real(f"logit_bias[{token}]", value, bounds, lambda x: abs(x) <= MAX_BIAS)
+    return dict(bias)

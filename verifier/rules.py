@@ -6,16 +6,17 @@ visits the rule picks a token; the walk goes on to the child that holds it, or e
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import ConfigError, InvalidRequest, SpecdecError
 from specdec.kernels.gumbel import gumbel_noise, gumbel_noise_at
-from specdec.verifier.processors import NodeContext, VerifyQuery, change_rows, process_logits
+from specdec.verifier.nodes import NodeContext, VerifyQuery, change_rows
+from specdec.verifier.processors import process_logits
 from specdec.verifier.tree import TokenTree
 
 __all__ = ["RULES", "Accepted", "AcceptanceRule", "CoupledRule", "TypicalRule", "VerifyQuery", "choose", "make_rule"]
@@ -28,10 +29,13 @@ class Accepted:
     Args:
         path: the accepted nodes, as indices in their sequence, root first.
         tokens: the tokens to emit: those of path[1:], then the bonus token; as many as `path` has nodes.
+        scores: if the query asked to keep them, [K, V] float32 or float64: for each of the K tokens the processed
+            scores it was chosen by, before the noise; else None.
     """
 
     path: tuple[int, ...]
     tokens: tuple[int, ...]
+    scores: Tensor | None = field(default=None, compare=False)
 
 
 class AcceptanceRule(Protocol):
@@ -58,6 +62,7 @@ class AcceptanceRule(Protocol):
 
         Raises:
             SpecdecError: the logits of a visited node hold NaN, or -inf alone.
+            InvalidRequest: the processors of a request leave no token to choose at a visited node.
             ValueError: the arguments' sizes differ.
         """
         ...
@@ -202,22 +207,26 @@ def _walk(
     children = _children(tree)
     paths = [[start] for start in tree.cu_nodes[:-1]]  # rows of the batch
     emitted: list[list[int]] = [[] for _ in queries]
+    kept: list[list[Tensor]] = [[] for _ in queries]
     active = list(range(len(queries)))
     while active:
         nodes = [NodeContext(b, queries[b], tuple(emitted[b])) for b in active]
         rows = torch.tensor([paths[b][-1] for b in active], device=logits.device)
-        scores = process_logits(logits[rows], nodes, num_real_tokens)
+        visited = logits[rows]
+        scores = process_logits(visited, nodes, num_real_tokens)
         drafts = [list(children[paths[b][-1]]) for b in active]
-        for node, token in zip(nodes, pick(scores, nodes, drafts).tolist(), strict=True):
+        for row, (node, token) in enumerate(zip(nodes, pick(scores, nodes, drafts).tolist(), strict=True)):
             if token < 0:
-                raise SpecdecError(f"the target's logits for {_where(node)} hold NaN, or -inf alone")
+                raise _no_choice(node, visited[row, :num_real_tokens])
+            if node.query.keep_scores:
+                kept[node.sequence].append(scores[row])
             emitted[node.sequence].append(token)
             path = paths[node.sequence]
             path.append(children[path[-1]].get(token, -1))
         active = [b for b in active if paths[b][-1] >= 0]
     return [
-        Accepted(tuple(row - start for row in path[:-1]), tuple(tokens))
-        for start, path, tokens in zip(tree.cu_nodes, paths, emitted, strict=False)
+        Accepted(tuple(row - start for row in path[:-1]), tuple(tokens), torch.stack(rows_of) if rows_of else None)
+        for start, path, tokens, rows_of in zip(tree.cu_nodes, paths, emitted, kept, strict=False)
     ]
 
 
@@ -235,6 +244,16 @@ def _seed(node: NodeContext) -> int:
     if node.params.seed is None:
         raise ValueError(f"{_where(node)} samples, but its request has no seed; the engine draws one for each")
     return node.params.seed
+
+
+def _no_choice(node: NodeContext, logits: Tensor) -> SpecdecError:
+    """Say whose fault it is that nothing can be chosen by a node's raw logits."""
+    if bool(logits.isnan().any()) or not bool((logits > -torch.inf).any()):
+        return SpecdecError(f"the target's logits for {_where(node)} hold NaN, or -inf alone")
+    return InvalidRequest(
+        f"the request's own parameters leave no token to choose for {_where(node)}; loosen allowed_token_ids, "
+        "suppress_tokens, bad_words_ids, no_repeat_ngram_size or min_new_tokens, or mend its logits_processors"
+    )
 
 
 def _where(node: NodeContext) -> str:

@@ -53,6 +53,8 @@ def deliver(request: Request, accepted: Accepted, parents: Sequence[int], logits
         if step.finish_reason is not None:
             request.finish_reason, request.stop_reason = step.finish_reason, step.stop_reason
             break
+    if accepted.scores is not None:
+        request.scores.append(accepted.scores[:kept])
     if request.params.logprobs is not None:
         rows = torch.tensor(accepted.path[:kept], device=logits.device)
         request.logprobs += _logprobs(logits[rows], accepted.tokens[:kept], request.params.logprobs)

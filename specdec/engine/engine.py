@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVLayout, KVPages
 from specdec.drafters.protocol import Drafter, DraftQuery, Observation
+from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.emit import check_tree, deliver
 from specdec.engine.packing import Packed, pack, slot
 from specdec.engine.request import ABORT, Request
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
-from specdec.errors import InvalidRequest
 from specdec.models.batch import Batch
 from specdec.params import MAX_SEED, SamplingParams
 from specdec.verifier.rules import AcceptanceRule, Accepted, VerifyQuery
@@ -78,20 +78,26 @@ class Engine:
         self._ids = count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
-    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, keep_scores: bool = False) -> Request:
         """Queue a request.
 
+        Args:
+            prompt_token_ids: the prompt.
+            params: what is asked for.
+            keep_scores: collect in `Request.scores` the processed scores that each token was chosen by.
+
         Raises:
-            InvalidRequest: the prompt is empty, too long, or holds ids outside the vocabulary; or a stop string was
-                given without a tokenizer.
+            InvalidRequest: the prompt is empty, too long, or holds ids outside the vocabulary; a parameter names such
+                ids or leaves nothing to choose; or a stop string was given without a tokenizer.
         """
         prompt = list(prompt_token_ids)
-        self._check_prompt(prompt)
+        check_prompt(prompt, self.model.vocab_size, self.limits.max_model_len)
+        check_token_ids(params, self.model.vocab_size, self._num_real_tokens, self._eos)
         if params.seed is None:
             params = params.with_seed(self._seeds.randint(0, MAX_SEED))
         room = self.limits.max_model_len - len(prompt)
         stop = StopChecker(params, self._eos, self._tokenizer, prompt, limit=room)
-        request = Request(next(self._ids), len(prompt), params, stop, prompt)
+        request = Request(next(self._ids), len(prompt), params, stop, prompt, keep_scores=keep_scores)
         self.scheduler.waiting.append(request)
         return request
 
@@ -118,7 +124,7 @@ class Engine:
         packed = pack(plan, tree, self.config.block_size, self.model.device)
         hidden = self.model.forward(packed.batch, self.pages)  # [N, H]
         logits = self.model.logits(hidden[packed.tree_rows])  # [nodes, V]
-        accepted = self.rule(tree, logits, _verify_queries(plan), self._num_real_tokens)
+        accepted = self.rule(tree, logits, _verify_queries(plan, self._eos), self._num_real_tokens)
         self._commit(plan, packed, accepted, hidden)
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
             rows = logits[tree.cu_nodes[b] : tree.cu_nodes[b + 1]]
@@ -160,18 +166,6 @@ class Engine:
         self.scheduler.release(request)
         self.drafter.forget([request.id])
 
-    def _check_prompt(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise InvalidRequest("the prompt is empty; give at least one token")
-        bad = next((t for t in prompt if not 0 <= t < self.model.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.model.vocab_size} tokens")
-        if len(prompt) >= self.limits.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens and the context limit is {self.limits.max_model_len}, "
-                "one of which must be left for the answer; shorten the prompt or raise max_model_len"
-            )
-
 
 def _draft_queries(plan: Plan) -> list[DraftQuery]:
     return [
@@ -181,5 +175,9 @@ def _draft_queries(plan: Plan) -> list[DraftQuery]:
     ]
 
 
-def _verify_queries(plan: Plan) -> list[VerifyQuery]:
-    return [VerifyQuery(r.params, r.tokens, r.num_output) for item in plan.decoding for r in (item.request,)]
+def _verify_queries(plan: Plan, eos_token_ids: Collection[int]) -> list[VerifyQuery]:
+    return [
+        VerifyQuery(r.params, r.tokens, r.num_output, eos_token_ids, r.keep_scores)
+        for item in plan.decoding
+        for r in (item.request,)
+    ]

@@ -1,6 +1,10 @@
-"""One request: host integers only. Its keys and values are in the pages that its block table names."""
+"""One request: host integers only, but for scores that were asked for. Its keys and values are in the pages that its
+block table names.
+"""
 
 from dataclasses import dataclass, field
+
+import torch
 
 from specdec.engine.text import StopChecker
 from specdec.outputs import Completion, SpeculationStats, TokenLogprob
@@ -23,6 +27,8 @@ class Request:
         num_computed: leading tokens whose keys and values are committed; always fewer than the tokens.
         proposers: for each output token, who proposed it.
         logprobs: for each output token, if asked for.
+        keep_scores: whether `scores` is filled.
+        scores: the processed scores of the output tokens, one tensor [K, V] a step of K delivered tokens.
         text: certain text of the output.
         finish_reason, stop_reason: as in `Completion`; None while it runs.
         stats: how speculation went.
@@ -37,6 +43,8 @@ class Request:
     num_computed: int = 0
     proposers: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    keep_scores: bool = False
+    scores: list[torch.Tensor] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
