@@ -49,7 +49,7 @@ def tiny() -> PreTrainedModel:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer of single characters, as a Hugging Face folder."""
     path = tmp_path_factory.mktemp("model")
-    tiny_llama(vocab_size=100, dtype=torch.float32, max_position_embeddings=1024).save_pretrained(path)
+    tiny_llama(vocab_size=96, dtype=torch.float32, max_position_embeddings=1024).save_pretrained(path)
     letters().save_pretrained(path)
     return path
 

@@ -16,18 +16,18 @@ from tests.medusa import random_medusa
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
 
 pytestmark = pytest.mark.model
-NUM_NEW = 40
+NUM_NEW = 24
 ALLOWED_MARGIN = 1e-4  # in fp32 a token may differ where the two best logits are closer than this
 
 
 @pytest.fixture(scope="module")
 def llm(real_model_path: Path) -> LLM:
-    return LLM(real_model_path, drafter="none", dtype="float32", device="cpu", max_num_seqs=6)
+    return LLM(real_model_path, drafter="none", dtype="float32", device="cpu", max_num_seqs=4, max_nodes=12)
 
 
 @pytest.fixture(scope="module")
 def prompts(llm: LLM) -> list[list[int]]:
-    return [llm.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS.values()]
+    return [llm.encode_chat([{"role": "user", "content": text}]) for text in list(PROMPTS.values())[:4]]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_greedy_equals_hugging_face(name, llm, prompts, hf_answers, use) -> None
 
 @pytest.mark.parametrize("temperature, top_p", [(0.8, 0.95), (1.5, 1.0)])
 def test_sampled_tokens_do_not_depend_on_the_drafter(temperature, top_p, llm, prompts, use) -> None:  # type: ignore[no-untyped-def]
-    params = [SamplingParams(max_new_tokens=24, temperature=temperature, top_p=top_p, seed=i) for i in range(3)]
+    params = [SamplingParams(max_new_tokens=16, temperature=temperature, top_p=top_p, seed=i) for i in range(3)]
     want = llm.generate(prompts[:3], params)
     vocab = llm.engine.model.vocab_size
     answers = {tuple(p): c.token_ids for p, c in zip(prompts, want, strict=False)}
@@ -107,7 +107,7 @@ def test_stop_string_inside_an_accepted_block(llm, prompts, hf_answers, use) -> 
     """CASES b3: a substring that the model really says, over several tokens."""
     prompt, answer = prompts[2], hf_answers[2]
     text = llm.tokenizer.decode(answer)
-    for start, length in ((30, 3), (41, 9), (60, 17)):
+    for start, length in ((30, 3), (41, 17)):
         stop = text[start : start + length]
         results = []
         for drafter in (NoDrafter(), OracleDrafter({tuple(prompt): answer}, "chain", llm.engine.model.vocab_size)):
@@ -121,7 +121,7 @@ def test_stop_string_inside_an_accepted_block(llm, prompts, hf_answers, use) -> 
 
 def test_copying_needs_few_forwards(llm, prompts, use) -> None:  # type: ignore[no-untyped-def]
     use(NGramDrafter())
-    (completion,) = llm.generate(prompts[2], SamplingParams(max_new_tokens=64))
+    (completion,) = llm.generate(prompts[2], SamplingParams(max_new_tokens=48))
     assert completion.stats.mean_acceptance_length > 2
 
 

@@ -1,1 +1,1 @@
-"""Draft-head training, beside layer 5: the heads' modules and, later, their trainer."""
+"""Beside layer 5: where the trainer of draft heads will stand. Empty so far."""

@@ -129,12 +129,12 @@ def _print_table(console: "Console", rows: list[Row]) -> None:
     table = Table(title="tokens a second; × is spec against HF generate", title_justify="left")
     table.add_column("prompt", no_wrap=True, min_width=10)
     for heading in ("tokens", "= HF", "HF", "plain", "spec", "×", "τ"):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
-    table.add_column("acceptance by depth", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True, min_width=max(4, len(heading)))
+    table.add_column("by depth", no_wrap=True)
     for r in rows:
         speeds = [f"{x:.1f}" for x in (r.hf, r.plain, r.speculative)]
         ratio, tau = f"{r.speculative / r.hf:.2f}", f"{r.mean_acceptance_length:.2f}"
-        depths = " ".join(f"{x:.2f}".removeprefix("0") for x in r.acceptance_by_depth[:4])
+        depths = " ".join(f"{x:.2f}".removeprefix("0") for x in r.acceptance_by_depth[:3])
         table.add_row(r.prompt, str(r.num_tokens), "yes" if r.identical else "no", *speeds, ratio, tau, depths)
     console.print(table)
     for r in rows:
