@@ -41,6 +41,7 @@ class KVPages:
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.layout = layout
+        self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (layout.num_layers, 2, num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
         self._storage = torch.empty(shape, dtype=layout.dtype, device=device)

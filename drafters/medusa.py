@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.choices import Choice, as_choices, best_first_choices, default_accuracies
+from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.heads import load_heads
 from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.drafters.protocol import DraftQuery, DraftTarget, Observation
 from specdec.errors import ConfigError
-from specdec.kernels.gumbel import gumbel_noise
 from specdec.verifier.tree import MAX_NODES, TokenTree
 
 __all__ = ["MedusaDrafter", "best_first_choices", "load_medusa"]
@@ -140,20 +140,10 @@ def add_noise(logits: Tensor, queries: Sequence[DraftQuery]) -> Tensor:
         [R, K, V] float32: the logits themselves where the request is greedy, log-probability / temperature + noise
         where it samples.
     """
-    rows = [row for row, query in enumerate(queries) if not query.params.greedy]
-    if not rows:
-        return logits
-    _, num_heads, vocab_size = logits.shape
-    sampling = [queries[row] for row in rows]
-    seeds = [query.params.seed for query in sampling for _ in range(num_heads)]
-    positions = [query.num_output + k for query in sampling for k in range(num_heads)]
-    noise = gumbel_noise(
-        torch.tensor(seeds, device=logits.device), torch.tensor(positions, device=logits.device), vocab_size
-    ).view(len(rows), num_heads, vocab_size)
-    temperature = logits.new_tensor([query.params.temperature for query in sampling])[:, None, None]
-    return logits.index_copy(
-        0, torch.tensor(rows, device=logits.device), logits[rows].log_softmax(-1) / temperature + noise
-    )
+    num_heads = logits.shape[1]
+    params = [query.params for query in queries for _ in range(num_heads)]
+    positions = [query.num_output + k for query in queries for k in range(num_heads)]
+    return coupled_scores(logits.flatten(0, 1), params, positions).view_as(logits)
 
 
 def load_medusa(

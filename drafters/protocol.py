@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from specdec.cache.pages import KVPages
+from specdec.models.protocol import PackedModel
 from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree
 
@@ -20,6 +23,8 @@ class DraftQuery:
         num_output: how many of `tokens` are output: the root's children stand at this output position.
         max_nodes: node budget, root included; 1 asks for the root alone.
         params: the request's parameters; `params.seed` is set.
+        block_table: the request's blocks, with room for the root and `max_nodes` - 1 nodes behind it.
+        num_computed: leading tokens whose keys and values the target has.
     """
 
     request_id: int
@@ -27,6 +32,8 @@ class DraftQuery:
     num_output: int
     max_nodes: int
     params: SamplingParams
+    block_table: Sequence[int] = ()
+    num_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,8 @@ class DraftTarget:
         dtype: their dtype.
         lm_head: maps final hidden states [R, H] to logits [R, V].
         fingerprint: the base's fingerprint, as `specdec.drafters.heads.base_fingerprint` computes it.
+        model: the target itself, for drafters that run part of it.
+        tokenizer: the target's, for drafters that have one of their own; None if there is none.
     """
 
     hidden_size: int
@@ -64,6 +73,8 @@ class DraftTarget:
     dtype: torch.dtype
     lm_head: Callable[[torch.Tensor], torch.Tensor]
     fingerprint: str
+    model: PackedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 class Drafter(Protocol):
@@ -84,4 +95,13 @@ class Drafter(Protocol):
 
     def forget(self, request_ids: Collection[int]) -> None:
         """Drop all state of requests that ended or were preempted."""
+        ...
+
+
+@runtime_checkable
+class UsesCache(Protocol):
+    """What a drafter with attention layers has besides: its keys and values stand under the engine's block tables."""
+
+    def attach(self, pages: KVPages) -> None:
+        """Take the target's pages; layers of its own get pages of as many blocks of the same size."""
         ...

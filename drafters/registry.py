@@ -1,4 +1,4 @@
-"""Drafters by name. Importing this imports none of them."""
+"""Drafters by name. Importing this imports none of those that need weights."""
 
 import difflib
 import inspect
@@ -7,6 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from specdec.drafters.hybrid import HybridDrafter
 from specdec.drafters.protocol import Drafter, DraftTarget
 from specdec.errors import ConfigError
 
@@ -25,17 +28,22 @@ DRAFTERS: dict[str, Callable[[], Factory]] = {
     "none": _lazy("specdec.drafters.none", "NoDrafter"),
     "ngram": _lazy("specdec.drafters.ngram", "NGramDrafter"),
     "medusa": _lazy("specdec.drafters.medusa", "load_medusa"),
+    "draft_model": _lazy("specdec.drafters.models", "load_draft_model"),
+    "early_exit": _lazy("specdec.drafters.models", "early_exit"),
 }
 """Name -> what imports the drafter and returns its factory. A factory's keyword arguments are the drafter's options,
 apart from `target`, which it gets if it has it."""
 
 
-def make_drafter(spec: str | Path | Drafter, target: DraftTarget | None = None, **options: Any) -> Drafter:
+def make_drafter(
+    spec: str | Path | PreTrainedModel | Drafter, target: DraftTarget | None = None, **options: Any
+) -> Drafter:
     """Return the drafter that a user asked for.
 
     Args:
-        spec: a name ("none", "ngram"), a name and the path of its weights ("medusa:PATH"), the path of a folder of
-            heads, or a drafter, which is returned as it is.
+        spec: a name ("none", "ngram"), a name and the path of its weights ("medusa:PATH", "draft_model:PATH"), the
+            path of a folder of heads, two of these ("ngram+medusa:PATH": the first where it drafts, else the second), a
+            loaded Hugging Face model, or a drafter, which is returned as it is.
         target: the model to draft for; the drafters without weights need none.
         options: the drafter's own options.
 
@@ -43,8 +51,15 @@ def make_drafter(spec: str | Path | Drafter, target: DraftTarget | None = None, 
         ConfigError: the name or an option is unknown, or one is missing or out of bounds.
         CheckpointError: the drafter's weights can't be read or belong to another model.
     """
+    if isinstance(spec, PreTrainedModel):
+        spec, options = "draft_model", {"path": spec, **options}
     if not isinstance(spec, (str, Path)):
         return _checked(spec, options)
+    first, plus, second = str(spec).partition("+")
+    if plus and first.partition(":")[0] in DRAFTERS:
+        parts = make_drafter(first, target), make_drafter(second, target)
+        _check_options(str(spec), options, ["both"])
+        return HybridDrafter(*parts, **options)
     name, path = _split(spec)
     if path is not None:
         options = {"path": path, **options}
@@ -74,7 +89,8 @@ def _split(spec: str | Path) -> tuple[str, str | None]:
         return "medusa", text
     close = difflib.get_close_matches(name, DRAFTERS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"unknown drafter {text!r}{hint}; known: {', '.join(DRAFTERS)}, medusa:PATH, or a path")
+    known = f"{', '.join(DRAFTERS)}, medusa:PATH, draft_model:PATH, ngram+…, or a path"
+    raise ConfigError(f"unknown drafter {text!r}{hint}; known: {known}")
 
 
 def _check_options(name: str, options: dict[str, Any], accepted: list[str]) -> None:

@@ -24,6 +24,7 @@ class TokenTree:
         ancestors: [N] int64 bitmask over the nodes of its sequence: bit j is set for each ancestor j and for
             the node itself.
         cu_nodes: B + 1 offsets: sequence b owns nodes cu_nodes[b] to cu_nodes[b + 1].
+        proposers: N names of the drafters that proposed the nodes, where a tree has several; else empty.
     """
 
     tokens: torch.Tensor
@@ -31,6 +32,7 @@ class TokenTree:
     depth: torch.Tensor
     ancestors: torch.Tensor
     cu_nodes: tuple[int, ...]
+    proposers: tuple[str, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -46,13 +48,21 @@ class TokenTree:
         parents: list[int] = self.parents[self.cu_nodes[b] : self.cu_nodes[b + 1]].tolist()
         return parents
 
+    def tokens_of(self, b: int) -> list[int]:
+        """Tokens of the nodes of sequence b."""
+        tokens: list[int] = self.tokens[self.cu_nodes[b] : self.cu_nodes[b + 1]].tolist()
+        return tokens
+
     @classmethod
-    def build(cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> "TokenTree":
+    def build(
+        cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], proposers: Sequence[str] = ()
+    ) -> "TokenTree":
         """Make the tree of a batch from per-sequence token and parent lists.
 
         Args:
             tokens: for each sequence, the token ids, root first.
             parents: for each sequence, the parents' indices, -1 for the root, each before its children.
+            proposers: a name for each node of all sequences, or nothing.
 
         Raises:
             ValueError: a sequence has no root, more than 64 nodes, or a parent that doesn't precede its child.
@@ -73,6 +83,7 @@ class TokenTree:
             torch.tensor(depth, dtype=torch.int64),
             torch.tensor([_signed(a) for a in ancestors], dtype=torch.int64),
             tuple(cu_nodes),
+            tuple(proposers),
         )
 
     @classmethod

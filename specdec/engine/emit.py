@@ -33,33 +33,36 @@ def check_tree(tree: TokenTree, items: Sequence[Scheduled], vocab_size: int, dra
         raise SpecdecError(f"drafter {drafter!r} proposed {problem}; this is a fault of the drafter")
 
 
-def deliver(request: Request, accepted: Accepted, parents: Sequence[int], logits: torch.Tensor, drafter: str) -> None:
+def deliver(request: Request, accepted: Accepted, tree: TokenTree, b: int, logits: torch.Tensor, drafter: str) -> None:
     """Append the accepted tokens to a request up to its first stop, and count them.
 
     Args:
         request: whose step it was.
         accepted: path and tokens.
-        parents: parent of each node of the request's tree.
-        logits: [nodes, V] of the request's tree.
-        drafter: name to stand beside drafted tokens.
+        tree: the step's trees.
+        b: which of them is the request's.
+        logits: [nodes, V] of all trees.
+        drafter: name to stand beside drafted tokens, where the tree names no other.
     """
+    start = tree.cu_nodes[b]
     depth = len(accepted.path) - 1
+    proposers = [tree.proposers[start + node] if tree.proposers else drafter for node in accepted.path[1:]] + [TARGET]
     kept = 0
     for kept, token in enumerate(accepted.tokens, 1):  # noqa: B007 - the count is used below
         step = request.stop.push(token)
         request.tokens.append(token)
         request.text += step.text
-        request.proposers.append(drafter if kept <= depth else TARGET)
         if step.finish_reason is not None:
             request.finish_reason, request.stop_reason = step.finish_reason, step.stop_reason
             break
+    request.proposers += proposers[:kept]
     if accepted.scores is not None:
         request.scores.append(accepted.scores[:kept])
     if request.params.logprobs is not None:
-        rows = torch.tensor(accepted.path[:kept], device=logits.device)
+        rows = torch.tensor(accepted.path[:kept], device=logits.device) + start
         request.logprobs += _logprobs(logits[rows], accepted.tokens[:kept], request.params.logprobs)
-    leaf_reached = accepted.path[-1] not in parents
-    request.stats.count(kept, depth, leaf_reached, len(parents) - 1)
+    leaf_reached = accepted.path[-1] not in tree.parents_of(b)
+    request.stats.count(kept, depth, leaf_reached, tree.num_nodes(b) - 1)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

@@ -3,41 +3,24 @@
 import random
 from collections.abc import Collection, Sequence
 from itertools import count
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.cache.blocks import BlockPool
-from specdec.cache.pages import KVLayout, KVPages
-from specdec.drafters.protocol import Drafter, DraftQuery, Observation
+from specdec.cache.pages import KVPages
+from specdec.drafters.protocol import Drafter, DraftQuery, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.emit import check_tree, deliver
-from specdec.engine.packing import Packed, pack, slot
+from specdec.engine.packing import Packed, pack
 from specdec.engine.request import ABORT, Request
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
-from specdec.models.batch import Batch
+from specdec.models.batch import slot
+from specdec.models.protocol import PackedModel
 from specdec.params import MAX_SEED, SamplingParams
 from specdec.verifier.rules import AcceptanceRule, Accepted, VerifyQuery
-
-
-class Target(Protocol):
-    """The model as the engine sees it: packed rows in, hidden states out."""
-
-    vocab_size: int
-    max_len: int
-    device: torch.device
-    kv_layout: KVLayout
-
-    def forward(self, batch: Batch, pages: KVPages) -> torch.Tensor:
-        """Run a batch: [N, hidden_size]."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Score the vocabulary: [R, hidden_size] → [R, vocab_size]."""
-        ...
 
 
 class Engine:
@@ -56,7 +39,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Target,
+        model: PackedModel,
         drafter: Drafter,
         rule: AcceptanceRule,
         config: EngineConfig,
@@ -70,6 +53,8 @@ class Engine:
         self.limits = resolve_limits(config, model.kv_layout, model.max_len)
         self.pool = BlockPool(self.limits.num_blocks)
         self.pages = KVPages(model.kv_layout, self.limits.num_blocks, config.block_size, model.device)
+        if isinstance(drafter, UsesCache):
+            drafter.attach(self.pages)
         self.scheduler = Scheduler(config, self.pool)
         self.num_steps = 0
         self._tokenizer = tokenizer
@@ -127,8 +112,7 @@ class Engine:
         accepted = self.rule(tree, logits, _verify_queries(plan, self._eos), self._num_real_tokens)
         self._commit(plan, packed, accepted, hidden)
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
-            rows = logits[tree.cu_nodes[b] : tree.cu_nodes[b + 1]]
-            deliver(item.request, result, tree.parents_of(b), rows, self.drafter.name)
+            deliver(item.request, result, tree, b, logits, self.drafter.name)
             if item.request.finish_reason is not None:
                 self._retire(item.request)
         self.num_steps += 1
@@ -152,8 +136,8 @@ class Engine:
             path = next(results).path if item.max_nodes else ()
             root = item.request.num_computed + item.num_causal  # key of the root
             moves = [(node, depth) for depth, node in enumerate(path) if node != depth]
-            src += [slot(item, root + node, self.config.block_size) for node, _ in moves]
-            dst += [slot(item, root + depth, self.config.block_size) for _, depth in moves]
+            src += [slot(item.request.block_table, root + node, self.config.block_size) for node, _ in moves]
+            dst += [slot(item.request.block_table, root + depth, self.config.block_size) for _, depth in moves]
             rows += [*range(start, start + item.num_causal), *(start + item.num_causal + node for node in path)]
             counts.append(item.num_causal + len(path))
             item.request.num_computed += counts[-1]
@@ -169,7 +153,7 @@ class Engine:
 
 def _draft_queries(plan: Plan) -> list[DraftQuery]:
     return [
-        DraftQuery(r.id, r.tokens, r.num_output, item.max_nodes, r.params)
+        DraftQuery(r.id, r.tokens, r.num_output, item.max_nodes, r.params, r.block_table, r.num_computed)
         for item in plan.decoding
         for r in (item.request,)
     ]

@@ -1,5 +1,8 @@
 """One decoder for the packed batch, over the weights of a loaded Hugging Face model."""
 
+from copy import copy
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import PreTrainedModel
@@ -35,6 +38,16 @@ class Decoder:
         self.dtype: torch.dtype = self.weights.embed.dtype
         w = self.weights
         self.kv_layout = KVLayout(len(w.layers), w.num_kv_heads, w.head_dim, self.dtype)
+
+    def first_layers(self, num_layers: int) -> "Decoder":
+        """Return a decoder of the first layers, the last norm and the head, on the same weights.
+
+        Its keys and values are those of the same layers of the whole decoder, so it can run over the same pages.
+        """
+        part = copy(self)
+        part.weights = replace(self.weights, layers=self.weights.layers[:num_layers])
+        part.kv_layout = replace(self.kv_layout, num_layers=num_layers)
+        return part
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pages: KVPages) -> torch.Tensor:

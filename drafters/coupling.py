@@ -1,0 +1,32 @@
+"""Drafts that are coupled to the target's draw: candidates ranked with the noise that its choice will use."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.gumbel import gumbel_noise
+from specdec.params import SamplingParams
+
+
+def coupled_scores(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """Return scores whose order is each row's order of candidates.
+
+    Args:
+        logits: [R, V] float32 or float64, a drafter's.
+        params: the R rows' requests.
+        positions: the output position that each row predicts.
+
+    Returns:
+        [R, V]: the logits themselves where the request is greedy, log-probability / temperature + noise where it
+        samples: its top k are k draws without replacement.
+    """
+    rows = [row for row, p in enumerate(params) if not p.greedy]
+    if not rows:
+        return logits
+    device = logits.device
+    seeds = torch.tensor([params[row].seed for row in rows], device=device)
+    noise = gumbel_noise(seeds, torch.tensor([positions[row] for row in rows], device=device), logits.shape[-1])
+    temperature = logits.new_tensor([params[row].temperature for row in rows])[:, None]
+    scores = logits[rows].log_softmax(-1) / temperature + noise
+    return logits.index_copy(0, torch.tensor(rows, device=device), scores)
