@@ -2,6 +2,8 @@
 
 import torch
 
+from specdec.kernels.write import kv_write
+
 
 def rope_write(
     qkv: torch.Tensor,
@@ -28,8 +30,7 @@ def rope_write(
     num_kv_heads = k_pages.shape[2]
     qk, value = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
     qk = _rotate(qk, cos.unsqueeze(1), sin.unsqueeze(1))
-    k_pages.view(-1, *k_pages.shape[2:]).index_copy_(0, slot_mapping, qk[:, num_heads:].to(k_pages.dtype))
-    v_pages.view(-1, *v_pages.shape[2:]).index_copy_(0, slot_mapping, value.to(v_pages.dtype))
+    kv_write(qk[:, num_heads:], value, k_pages, v_pages, slot_mapping)
     return qk[:, :num_heads]
 
 

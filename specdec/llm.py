@@ -17,7 +17,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.request import Request
 from specdec.errors import ConfigError, InvalidRequest
 from specdec.hub.load import Loaded, load
-from specdec.models.decoder import Decoder
+from specdec.models.load import make_target
 from specdec.outputs import Completion, StreamChunk
 from specdec.params import SamplingParams
 from specdec.verifier.rules import AcceptanceRule, make_rule
@@ -63,25 +63,25 @@ class LLM:
         config = _engine_config(engine_options)
         loaded = _load(model, tokenizer, dtype, device)
         self.hf_model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
-        decoder = Decoder(loaded.model)
+        packed = make_target(loaded.model)
         target = DraftTarget(
-            hidden_size=decoder.hidden_size,
-            vocab_size=decoder.vocab_size,
-            device=decoder.device,
-            dtype=decoder.dtype,
-            lm_head=decoder.logits,
+            hidden_size=packed.hidden_size,
+            vocab_size=packed.vocab_size,
+            device=packed.device,
+            dtype=packed.dtype,
+            lm_head=packed.logits,
             fingerprint=base_fingerprint(loaded.model),
             model=decoder,
             tokenizer=self.tokenizer,
         )
         self.engine = Engine(
-            decoder,
+            packed,
             make_drafter(drafter, target, **(drafter_options or {})),
             make_rule(rule) if isinstance(rule, str) else rule,
             config,
             tokenizer=self.tokenizer,
             eos_token_ids=_eos_token_ids(loaded.model, self.tokenizer),
-            num_real_tokens=_num_real_tokens(self.tokenizer, decoder.vocab_size),
+            num_real_tokens=_num_real_tokens(self.tokenizer, packed.vocab_size),
             seed=seed,
         )
 

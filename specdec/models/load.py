@@ -1,0 +1,28 @@
+"""Chooses how a loaded Hugging Face model is run."""
+
+from transformers import PreTrainedModel
+
+from specdec.errors import UnsupportedModel
+from specdec.models.decoder import Decoder
+from specdec.models.families import FAMILIES
+from specdec.models.hf import HFModel
+
+
+def make_target(model: PreTrainedModel) -> Decoder | HFModel:
+    """Make a model ready for packed batches: by the decoder where it knows the family, else by its own forward.
+
+    Args:
+        model: a loaded causal LM in eval mode.
+
+    Raises:
+        UnsupportedModel: neither can run it; the message says why.
+    """
+    if model.config.model_type not in FAMILIES:
+        return HFModel(model)
+    try:
+        return Decoder(model)
+    except UnsupportedModel as error:  # a feature of the config that the decoder doesn't know
+        try:
+            return HFModel(model)
+        except UnsupportedModel as also:
+            raise UnsupportedModel(f"{error}; by its own forward: {also}") from also
