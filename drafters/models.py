@@ -10,6 +10,7 @@ from specdec.drafters.protocol import DraftTarget
 from specdec.errors import ConfigError
 from specdec.hub.load import load
 from specdec.models.decoder import Decoder
+from specdec.models.load import make_target
 
 
 def load_draft_model(
@@ -34,7 +35,7 @@ def load_draft_model(
         ModelNotFound, UnsupportedModel, CheckpointError: the model can't be used.
     """
     loaded = load(path, dtype=target.dtype, device=target.device, tokenizer=tokenizer)
-    model = Decoder(loaded.model)
+    model = make_target(loaded.model)
     _check_vocabulary(target, loaded.tokenizer, model.vocab_size, loaded.name)
     return DraftModelDrafter(model, target.vocab_size, _widths(num_speculative_tokens, widths))
 

@@ -71,7 +71,7 @@ class LLM:
             dtype=packed.dtype,
             lm_head=packed.logits,
             fingerprint=base_fingerprint(loaded.model),
-            model=decoder,
+            model=packed,
             tokenizer=self.tokenizer,
         )
         self.engine = Engine(
