@@ -97,7 +97,7 @@ class LLM:
             params: for all prompts, or one for each; greedy by default.
 
         Returns:
-            One completion a prompt, in order.
+            One completion a prompt, in order; where a prompt asks for n, its n completions stand together.
 
         Raises:
             InvalidRequest: a prompt or a parameter can't be used; nothing was run.
@@ -128,8 +128,10 @@ class LLM:
         """Answer one prompt piece by piece; closing the iterator ends the request and frees its blocks.
 
         Raises:
-            InvalidRequest: as in `generate`, at the call.
+            InvalidRequest: as in `generate`, at the call; or more than one answer is asked for.
         """
+        if params is not None and params.n != 1:
+            raise InvalidRequest(f"a stream is of one answer; n is {params.n}, use generate() for several")
         request = self.engine.add(self._encode(prompt), params or SamplingParams())
         return self.follow(request)
 
@@ -162,7 +164,10 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
-                requests.append(self.engine.add(prompt, p))
+                first = self.engine.add(prompt, p)
+                requests.append(first)
+                seeds = first.params.seeds()
+                requests += [self.engine.add(prompt, p.with_seed(seed), twin=first) for seed in seeds[1:]]
             while any(r.finish_reason is None for r in requests):
                 self.engine.step()
         finally:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_SAMPLES = 128
 MAX_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 1024
 MAX_WORD_LEN = 64
@@ -38,6 +39,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p × the likeliest one, in [0, 1).
         seed: the same seed gives the same tokens, whatever else runs; None draws a fresh one per request.
+        n: answers to give to the prompt, 1 to 128; they share the prompt's cache. Answer i uses seed + i.
         stop: strings that end the text (and are cut from it); a single string may be given.
         stop_token_ids: token ids that end the request, besides the model's own EOS tokens.
         ignore_eos: go on past the model's EOS tokens.
@@ -67,6 +69,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    n: int = 1
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -94,6 +97,7 @@ class SamplingParams:
         _check_real("min_p", self.min_p, "at least 0 and below 1", lambda x: 0 <= x < 1)
         if self.seed is not None:
             _check_int("seed", self.seed, low=0, high=MAX_SEED)
+        _check_int("n", self.n, low=1, high=MAX_SAMPLES)
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequest(f"{len(self.stop)} stop strings were given; at most {MAX_STOPS} are allowed")
         if any(not isinstance(s, str) or not s for s in self.stop):
@@ -132,6 +136,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the choice is the most likely token."""
         return self.temperature == 0
+
+    def seeds(self) -> list[int]:
+        """Return the seeds of the n answers; `seed` must be set."""
+        assert self.seed is not None, "the engine sets it"
+        return [(self.seed + i) % (MAX_SEED + 1) for i in range(self.n)]
 
     def with_seed(self, seed: int) -> "SamplingParams":
         """Return a copy that has this seed."""

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.cache.pages import KVLayout
+from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import DraftQuery
 from specdec.engine.config import EngineConfig, resolve_limits
@@ -17,7 +18,7 @@ from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree, chain_parents
 from tests.conftest import VOCAB, tiny_llama
 from tests.engines import drain, make_engine, outputs, run
-from tests.scripted import AdversarialDrafter, OracleDrafter
+from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -188,6 +189,8 @@ def test_stop_strings_need_a_tokenizer(tiny: PreTrainedModel) -> None:
         {"top_p": 0},
         {"top_p": 1.1},
         {"min_p": 1.0},
+        {"n": 0},
+        {"n": 5_000_000},
         {"seed": -1},
         {"seed": 2**63},
         {"stop": [""]},
@@ -275,3 +278,39 @@ def test_padded_vocabulary_ids_are_never_emitted() -> None:
     hot = SamplingParams(max_new_tokens=40, temperature=2.0, seed=1)
     requests = run(engine, [PROMPT, PROMPT], [SamplingParams(max_new_tokens=40), hot])
     assert max(max(tokens) for tokens in outputs(requests)) < 90
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_n_answers_share_the_blocks_of_their_prompt(length: int, tiny: PreTrainedModel) -> None:
+    """Each is the answer that its seed gives alone; the prompt's full blocks are there once."""
+    prompt = [(7 * i) % VOCAB for i in range(length)]
+    params = [SamplingParams(max_new_tokens=12, temperature=1.5, seed=seed) for seed in range(4)]
+    want = [outputs(run(make_engine(tiny), [prompt], [p]))[0] for p in params]
+    for drafter in (None, NGramDrafter(), RandomDrafter()):
+        engine = make_engine(tiny, drafter)
+        first = engine.add(prompt, params[0])
+        requests = [first, *(engine.add(prompt, p, twin=first) for p in params[1:])]
+        for pages in (*engine.pages.k, *engine.pages.v):
+            pages.fill_(torch.nan)
+        while any(r.num_output == 0 for r in requests):
+            engine.step()
+            engine.check_integrity()
+        full = (length - 1) // 16
+        held = {block for r in requests if r.finish_reason is None for block in r.block_table[:full]}
+        assert len(held) == full
+        engine.abort(first)  # its blocks live on in the others
+        drain(engine)
+        assert outputs(requests)[1:] == want[1:]
+        assert outputs([first])[0] == want[0][: first.num_output]
+
+
+def test_n_answers_under_preemption(tiny: PreTrainedModel) -> None:
+    prompt = list(range(40))
+    params = [SamplingParams(max_new_tokens=40, temperature=1.5, seed=seed) for seed in range(4)]
+    want = [outputs(run(make_engine(tiny), [prompt], [p]))[0] for p in params]
+    engine = make_engine(tiny, RandomDrafter(), num_blocks=8, max_model_len=96)
+    first = engine.add(prompt, params[0])
+    requests = [first, *(engine.add(prompt, p, twin=first) for p in params[1:])]
+    drain(engine)
+    assert outputs(requests) == want
+    assert engine.scheduler.num_preemptions

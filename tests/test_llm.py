@@ -49,6 +49,17 @@ def test_requests_without_a_seed_get_one_from_the_engine() -> None:
     assert first == second and first[0] != first[1]
 
 
+def test_n_answers_stand_together(llm: LLM) -> None:
+    hot = SamplingParams(max_new_tokens=12, temperature=1.5, seed=4, n=3)
+    a, b, c, other = llm.generate(["hello", "world"], [hot, PARAMS])
+    for i, completion in enumerate((a, b, c)):
+        alone = SamplingParams(max_new_tokens=12, temperature=1.5, seed=4 + i)
+        assert completion.token_ids == llm.generate("hello", alone)[0].token_ids
+    assert other.token_ids == llm.generate("world", PARAMS)[0].token_ids
+    with pytest.raises(InvalidRequest, match="n is 3, use generate"):
+        llm.stream("hello", hot)
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert llm.encode_chat(messages) == llm.tokenizer("<u>hi<a>")["input_ids"]

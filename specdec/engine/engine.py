@@ -63,12 +63,20 @@ class Engine:
         self._ids = count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
-    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, keep_scores: bool = False) -> Request:
-        """Queue a request.
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        twin: Request | None = None,
+        keep_scores: bool = False,
+    ) -> Request:
+        """Queue a request for one answer; `params.n` is the caller's to spread.
 
         Args:
             prompt_token_ids: the prompt.
             params: what is asked for.
+            twin: an earlier request with the same prompt, whose full blocks of it the new one shares.
             keep_scores: collect in `Request.scores` the processed scores that each token was chosen by.
 
         Raises:
@@ -82,7 +90,7 @@ class Engine:
             params = params.with_seed(self._seeds.randint(0, MAX_SEED))
         room = self.limits.max_model_len - len(prompt)
         stop = StopChecker(params, self._eos, self._tokenizer, prompt, limit=room)
-        request = Request(next(self._ids), len(prompt), params, stop, prompt, keep_scores=keep_scores)
+        request = Request(next(self._ids), len(prompt), params, stop, prompt, twin=twin, keep_scores=keep_scores)
         self.scheduler.waiting.append(request)
         return request
 

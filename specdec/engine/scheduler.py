@@ -63,9 +63,15 @@ class Scheduler:
                 budget -= self._add(plan, request, budget, max_nodes)
         while self.waiting and budget and not plan.preempted and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            if self._blocks_missing(request, len(request.tokens)) > self.pool.num_free:
+            if self._waits_for_twin(request):
+                break
+            shared = self._shared_prompt(request)
+            if self._blocks_missing(request, len(request.tokens)) - len(shared) > self.pool.num_free:
                 break
             self.running.append(self.waiting.popleft())
+            self.pool.share(shared)
+            request.block_table += shared
+            request.num_computed = len(shared) * self.config.block_size
             budget -= self._add(plan, request, budget, max_nodes)
         return plan
 
@@ -117,6 +123,17 @@ class Scheduler:
         plan.preempted.append(request)
         self.num_preemptions += 1
         self.waiting.appendleft(request)
+
+    def _waits_for_twin(self, request: Request) -> bool:
+        """Whether a request's twin is about to compute the prompt that both have."""
+        twin = request.twin
+        return twin is not None and twin in self.running and twin.num_computed < request.prompt_len - 1
+
+    def _shared_prompt(self, request: Request) -> list[int]:
+        """The twin's blocks that hold nothing but the common prompt, the root left out."""
+        if request.twin is None or request.twin not in self.running:
+            return []
+        return request.twin.block_table[: (request.prompt_len - 1) // self.config.block_size]
 
     def _blocks_missing(self, request: Request, num_slots: int) -> int:
         return max(0, -(-num_slots // self.config.block_size) - len(request.block_table))
