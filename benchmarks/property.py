@@ -1,0 +1,61 @@
+"""Runs many random cases of tests/property.py and writes how many there were of each kind.
+
+python -m benchmarks.property --examples 5000 --json benchmarks/results/property.json
+"""
+
+import json
+import time
+from collections import Counter
+
+import click
+import torch
+import transformers
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.property import Case, cases, check
+
+
+@click.command()
+@click.option("--examples", default=5000, show_default=True, help="Cases to run.")
+@click.option("--seed", "number", default=0, show_default=True, help="Of the cases.")
+@click.option("--json", "path", type=click.Path(dir_okay=False), help="Write the counts to this file.")
+def main(examples: int, number: int, path: str | None) -> None:
+    """Run the cases; the first that fails ends the run with its description."""
+    counts: dict[str, Counter[str]] = {"family": Counter(), "drafter": Counter(), "num_requests": Counter()}
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases())
+    def run(case: Case) -> None:
+        check(case)
+        counts["family"][case.family] += 1
+        counts["drafter"][case.drafter] += 1
+        counts["num_requests"][str(len(case.prompts))] += 1
+
+    start = time.perf_counter()
+    run()
+    passed = counts["family"].total()
+    click.echo(f"{passed} passed, 0 failed in {time.perf_counter() - start:.0f} s")
+    if path:
+        result = {
+            "command": f"python -m benchmarks.property --examples {examples} --seed {number}",
+            "passed": passed,
+            "failed": 0,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            **{kind: dict(sorted(counter.items())) for kind, counter in counts.items()},
+        }
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
