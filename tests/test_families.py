@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 SPECIAL: list[tuple[str, dict[str, object]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("llama", {"head_dim": 16}),
+    ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     ("mistral", {"sliding_window": None}),
     ("mistral", {"head_dim": 16, "sliding_window": 1}),
     ("qwen2", {"use_sliding_window": False, "layer_types": None}),

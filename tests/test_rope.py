@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModel
@@ -59,7 +61,9 @@ def growing(name: str) -> PreTrainedModel:
     return tiny_model("phi3", rope_parameters=parameters, original_max_position_embeddings=ORIGINAL)
 
 
-GROWING = ["llama dynamic", "gemma3 dynamic", "gemma3 longrope", "phi3 longrope", "phi3 partial longrope"]
+GROWING = ["llama dynamic", "gemma3 dynamic", "phi3 longrope", "phi3 partial longrope"]
+if Version(transformers.__version__) >= Version("5.24"):  # 5.17's own longrope fails where layers have different ropes
+    GROWING.append("gemma3 longrope")
 
 
 @pytest.mark.parametrize("name", FIXED)

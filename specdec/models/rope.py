@@ -11,7 +11,7 @@ Plain, batched, chunked and speculative decoding then agree. It equals transform
 
 It differs from transformers for a prompt longer than the original length (transformers gives all of the prompt the
 frequencies of its whole length), and from Phi-3's `generate`, which recomputes its cache where it crosses that length.
-`Rotary.original_len` says up to where both agree; `Decoder.max_len` stays below it.
+`Rotary.original_len` says up to where all agree; `Decoder.max_len` is never more, so that nothing is wrong in silence.
 """
 
 from dataclasses import dataclass

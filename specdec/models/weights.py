@@ -87,7 +87,7 @@ class DecoderWeights:
 def share_weights(model: PreTrainedModel) -> DecoderWeights:
     """Merge the model's projections in place and return everything as tensors on the same storage.
 
-    Only norms that scale by 1 + w are copies, in fp32 at least.
+    Only norms of queries and keys, and norms that scale by 1 + w (in fp32 at least), are copies.
 
     Raises:
         UnsupportedModel: the config or the model asks for something that the decoder doesn't do; the message names it.
