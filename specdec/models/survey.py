@@ -81,9 +81,7 @@ class _Recorder:
         window = _window_of(mask, name)
         if sliding_window is not None and sliding_window != window:
             raise UnsupportedModel(f"{name} asks for a window of {sliding_window}, its mask for {window or 'none'}")
-        self.layers.append(
-            AttentionLayer(module, key.shape[1], key.shape[3], value.shape[3], key.dtype, window)
-        )
+        self.layers.append(AttentionLayer(module, key.shape[1], key.shape[3], value.shape[3], key.dtype, window))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -177,4 +175,3 @@ def _wrapper(output: Any) -> Callable[[torch.Tensor], Any]:
         return lambda hidden: (hidden,)
     kind = type(output)
     return lambda hidden: kind(last_hidden_state=hidden)
-
