@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import Drafter
 from specdec.engine.config import EngineConfig
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, Target
 from specdec.engine.request import Request
-from specdec.models.decoder import Decoder
+from specdec.models.load import make_target
 from specdec.params import SamplingParams
 from specdec.verifier.rules import AcceptanceRule, CoupledRule
 
@@ -17,17 +17,17 @@ MAX_STEPS = 5000
 
 
 def make_engine(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Target,
     drafter: Drafter | None = None,
     rule: AcceptanceRule | None = None,
     eos_token_ids: Sequence[int] = (),
     num_real_tokens: int | None = None,
     **config: int,
 ) -> Engine:
-    """An engine over a tiny model, with a pool as large as the tests need."""
+    """An engine over a tiny model, or over one made ready already, with a pool as large as the tests need."""
     sizes = {"num_blocks": 64, "max_model_len": 256} | config
     return Engine(
-        Decoder(model),
+        make_target(model) if isinstance(model, PreTrainedModel) else model,
         drafter or NoDrafter(),
         rule or CoupledRule(),
         EngineConfig(**sizes),

@@ -73,9 +73,9 @@ def check_packed(packed: PackedModel, model: PreTrainedModel, prompts: torch.Ten
     whole = run(_chunk(prompts[0, : PROMPT - 1], 0, block=0), singles[0])
     middle = [run(part) for part in singles[1:-1]]
     tree = run(_tree(prompts, block=0), singles[-1])
-    _compare("a whole prompt", packed.dtype, whole[:-1], first[: PROMPT - 1])
-    _compare("a tree of two branches", packed.dtype, tree[:-1], branches)
-    _compare("token by token", packed.dtype, torch.cat([whole[-1:], *middle, tree[-1:]]), other)
+    _compare("a whole prompt", model, packed.dtype, whole[:-1], first[: PROMPT - 1])
+    _compare("a tree of two branches", model, packed.dtype, tree[:-1], branches)
+    _compare("token by token", model, packed.dtype, torch.cat([whole[-1:], *middle, tree[-1:]]), other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,14 @@ def _pack(parts: Sequence[_Rows], device: torch.device) -> Batch:
     return Batch(torch.cat([part.ids for part in parts]), torch.tensor(slots, device=device), attention)
 
 
-def _compare(what: str, dtype: torch.dtype, got: torch.Tensor, want: torch.Tensor) -> None:
+def _compare(what: str, model: PreTrainedModel, dtype: torch.dtype, got: torch.Tensor, want: torch.Tensor) -> None:
     """Compare rows of logits by their relative error; in 16 bits, where an expert may tip over, by the median row."""
     got, want = got.double(), want.double()
     errors = (got - want).norm(dim=-1) / (want - want.mean(-1, keepdim=True)).norm(dim=-1)
     error = float(errors.max() if dtype.itemsize >= 4 else errors.median())
     if not error <= _TOLERANCE[dtype]:
         raise UnsupportedModel(
-            f"{what}, its logits differ from its own forward's by {error:.2g} of their size (at most "
-            f"{_TOLERANCE[dtype]:g} in {dtype}), so it does something that specdec's attention doesn't see"
+            f"{what}, its logits differ from its own forward's (attention {model.config._attn_implementation!r}) by "
+            f"{error:.2g} of their size, more than {_TOLERANCE[dtype]:g}, the limit in {dtype}: "
+            "it does something that specdec's attention doesn't see"
         )
