@@ -1,5 +1,6 @@
 """Reads a loaded Hugging Face model's weights into the decoder's layout, without a second copy of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModel
-from specdec.kernels.activation import ACTIVATIONS
-from specdec.models.families import family_of
-
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+from specdec.models.families import Family, family_of
+from specdec.models.rope import Rotary, read_rotary
+from specdec.models.support import SLIDING, check_model, layer_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +19,23 @@ class LayerWeights:
     """One layer. Matrices are [out, in]; H is the hidden size, I the MLP's.
 
     Args:
-        attn_norm, mlp_norm: [H].
+        attn_norm, mlp_norm: [H], before attention and MLP.
+        post_attn_norm, post_mlp_norm: [H], after them, before the residual addition; or None.
+        qk_norm: [heads + kv heads, D], of queries and keys per head; or None.
         qkv: [(heads + 2 kv heads) · D, H].
         o: [H, heads · D].
         gate_up: [2 I, H].
         down: [H, I].
         qkv_bias, o_bias, gate_up_bias, down_bias: [out] or None.
+        window: a row at position p sees keys at positions above p − window; None for all.
+        rotary: index in `DecoderWeights.rotary`.
     """
 
     attn_norm: torch.Tensor
     mlp_norm: torch.Tensor
+    post_attn_norm: torch.Tensor | None
+    post_mlp_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None
     qkv: torch.Tensor
     o: torch.Tensor
     gate_up: torch.Tensor
@@ -37,6 +44,8 @@ class LayerWeights:
     o_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    window: int | None
+    rotary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +54,32 @@ class DecoderWeights:
 
     Args:
         embed: [V, H].
+        embed_scale: factor on the embeddings, rounded to their dtype; None for 1.
         layers: the decoder layers.
         norm: [H], the last norm.
         head: [V, H]; the same storage as `embed` where tied.
         head_bias: [V] or None.
-        inv_freq: [R / 2] fp32, rotary frequencies.
-        rope_scale: factor on cos and sin.
+        rotary: the kinds of rotation; `LayerWeights.rotary` says which one a layer has.
         num_heads, num_kv_heads, head_dim: attention's shape.
         scale: factor on the scores.
+        score_softcap, logit_softcap: scores and logits become cap · tanh(x / cap); None leaves them.
         eps: of the norms.
         activation: of the MLP's gate.
     """
 
     embed: torch.Tensor
+    embed_scale: float | None
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: torch.Tensor
     head_bias: torch.Tensor | None
-    inv_freq: torch.Tensor
-    rope_scale: float
+    rotary: tuple[Rotary, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    score_softcap: float | None
+    logit_softcap: float | None
     eps: float
     activation: str
 
@@ -75,51 +87,66 @@ class DecoderWeights:
 def share_weights(model: PreTrainedModel) -> DecoderWeights:
     """Merge the model's projections in place and return everything as tensors on the same storage.
 
+    Only norms of queries and keys, and norms that scale by 1 + w (in fp32 at least), are copies.
+
     Raises:
-        UnsupportedModel: the config asks for something that the decoder doesn't do; the message names it.
+        UnsupportedModel: the config or the model asks for something that the decoder doesn't do; the message names it.
     """
     config = model.config
-    family_of(config.model_type)
-    _refuse_unknown(config)
+    family = family_of(config.model_type)
+    check_model(model, family)
+    types = layer_types(config, family)
+    rotary, layer_rotary = _rotary(model, family, types)
     base: Any = model.model
     head: Any = model.get_output_embeddings()
     attn = base.layers[0].self_attn
+    embed = base.embed_tokens
     return DecoderWeights(
-        embed=base.embed_tokens.weight.detach(),
-        layers=tuple(_layer(layer) for layer in base.layers),
-        norm=base.norm.weight.detach(),
+        embed=embed.weight.detach(),
+        embed_scale=float(embed.embed_scale.to(embed.weight.dtype)) if family.embed_scale else None,
+        layers=tuple(
+            _layer(layer, family, config, config.sliding_window if kind == SLIDING else None, r)
+            for layer, kind, r in zip(base.layers, types, layer_rotary, strict=True)
+        ),
+        norm=_norm(base.norm, family),
         head=head.weight.detach(),
         head_bias=None if head.bias is None else head.bias.detach(),
-        inv_freq=base.rotary_emb.inv_freq.float(),
-        rope_scale=base.rotary_emb.attention_scaling,
+        rotary=rotary,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=attn.head_dim,
         scale=attn.scaling,
+        score_softcap=config.attn_logit_softcapping if family.score_softcap else None,
+        logit_softcap=config.final_logit_softcapping if family.logit_softcap else None,
         eps=config.rms_norm_eps,
-        activation=config.hidden_act,
+        activation=getattr(config, family.activation),
     )
 
 
-def _refuse_unknown(config: Any) -> None:
-    rope = config.rope_parameters["rope_type"]
-    if rope not in _STATIC_ROPE:
-        raise UnsupportedModel(f"rotary scaling {rope!r} is not supported yet; supported: {', '.join(_STATIC_ROPE)}")
-    if config.hidden_act not in ACTIVATIONS:
-        raise UnsupportedModel(
-            f"activation {config.hidden_act!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}"
-        )
+def _rotary(model: PreTrainedModel, family: Family, types: list[str]) -> tuple[tuple[Rotary, ...], list[int]]:
+    """The model's rotations, and which of them each layer has."""
+    module, config = model.model.rotary_emb, model.config
+    kinds: Sequence[str | None] = types if family.layer_rotary else [None] * len(types)
+    names = list(dict.fromkeys(kinds))
+    rotary = tuple(read_rotary(module, config, name) for name in names)
+    head_dim = model.model.layers[0].self_attn.head_dim
+    if not family.partial_rotary and any(r.width != head_dim for r in rotary):
+        raise UnsupportedModel(f"partial rotary embedding is not supported for {config.model_type}")
+    return rotary, [names.index(kind) for kind in kinds]
 
 
-def _layer(layer: Any) -> LayerWeights:
+def _layer(layer: Any, family: Family, config: Any, window: int | None, rotary: int) -> LayerWeights:
     attn, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _merge(attn.q_proj, attn.k_proj, attn.v_proj)
-    gate_up, gate_up_bias = _merge(mlp.gate_proj, mlp.up_proj)
+    qkv, qkv_bias = _merge(*(getattr(attn, name) for name in family.qkv))
+    gate_up, gate_up_bias = _merge(*(getattr(mlp, name) for name in family.gate_up))
     o, o_bias = _merge(attn.o_proj)
     down, down_bias = _merge(mlp.down_proj)
     return LayerWeights(
-        attn_norm=layer.input_layernorm.weight.detach(),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        attn_norm=_norm(layer.input_layernorm, family),
+        mlp_norm=_norm(getattr(layer, family.mlp_norm), family),
+        post_attn_norm=_norm(layer.post_attention_layernorm, family) if family.sandwich else None,
+        post_mlp_norm=_norm(layer.post_feedforward_layernorm, family) if family.sandwich else None,
+        qk_norm=_qk_norm(attn, family, config) if family.qk_norm else None,
         qkv=qkv,
         o=o,
         gate_up=gate_up,
@@ -128,13 +155,28 @@ def _layer(layer: Any) -> LayerWeights:
         o_bias=o_bias,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
+        window=window,
+        rotary=rotary,
     )
+
+
+def _norm(module: Any, family: Family) -> torch.Tensor:
+    weight: torch.Tensor = module.weight.detach()
+    return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if family.norm_offset else weight
+
+
+def _qk_norm(attn: Any, family: Family, config: Any) -> torch.Tensor:
+    """[heads + kv heads, D], so that one call normalises queries and keys."""
+    q = _norm(attn.q_norm, family).expand(config.num_attention_heads, -1)
+    k = _norm(attn.k_norm, family).expand(config.num_key_value_heads, -1)
+    return torch.cat([q, k])
 
 
 def _merge(*modules: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Stack the modules' weights and biases; each module's parameter becomes a view of the stack."""
     weight = _stack([m.weight for m in modules])
     biases: list[torch.Tensor] = [m.bias for m in modules if m.bias is not None]
+    assert len(biases) in (0, len(modules)), "a family with biases on some of its merged projections"
     return weight, _stack(biases) if biases else None
 
 
