@@ -336,7 +336,7 @@ def test_convert_writes_an_ordinary_folder(
     reader = gguf.GGUFReader
     write_tiny_gguf(tmp_path / "weights.gguf")
     capfd.readouterr()
-    model = replace(fake, pre_tokenizer="smollm", eos_tokens=("</s>", "<s>"))
+    model = replace(fake, tokenizer="smollm", eos_tokens=("</s>", "<s>"))
     convert.convert(tmp_path / "weights.gguf", tmp_path / "made", model, SILENT)
     assert capfd.readouterr() == ("", "") and gguf.GGUFReader is reader
     config = json.loads((tmp_path / "made" / "config.json").read_text())

