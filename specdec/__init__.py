@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specdec.errors import SpecdecError
+    from specdec.hf.accelerate import accelerate, restore
     from specdec.llm import LLM
     from specdec.outputs import Completion, StreamChunk
     from specdec.params import SamplingParams
@@ -20,9 +21,20 @@ _LAZY = {
     "Completion": "specdec.outputs",
     "StreamChunk": "specdec.outputs",
     "SpecdecError": "specdec.errors",
+    "accelerate": "specdec.hf.accelerate",
+    "restore": "specdec.hf.accelerate",
 }
 
-__all__ = ["LLM", "Completion", "SamplingParams", "SpecdecError", "StreamChunk", "__version__"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "SamplingParams",
+    "SpecdecError",
+    "StreamChunk",
+    "__version__",
+    "accelerate",
+    "restore",
+]
 
 
 def __getattr__(name: str) -> object:

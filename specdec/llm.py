@@ -1,26 +1,20 @@
 """The Python API: `LLM(model, drafter=...)`, then `generate`, `chat` or `stream`."""
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.drafters.heads import base_fingerprint
-from specdec.drafters.protocol import Drafter, DraftTarget
-from specdec.drafters.registry import make_drafter
-from specdec.engine.config import EngineConfig
-from specdec.engine.engine import Engine
+from specdec.build import build_engine, engine_config
+from specdec.drafters.protocol import Drafter
 from specdec.engine.request import Request
 from specdec.errors import ConfigError, InvalidRequest
 from specdec.hub.load import Loaded, load
-from specdec.models.load import make_target
 from specdec.outputs import Completion, StreamChunk
 from specdec.params import SamplingParams
-from specdec.verifier.rules import AcceptanceRule, make_rule
+from specdec.verifier.rules import AcceptanceRule
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -60,28 +54,18 @@ class LLM:
         seed: int | None = None,
         **engine_options: Any,
     ) -> None:
-        config = _engine_config(engine_options)
+        config = engine_config(engine_options, "LLM")
         loaded = _load(model, tokenizer, dtype, device)
         self.hf_model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
-        packed = make_target(loaded.model)
-        target = DraftTarget(
-            hidden_size=packed.hidden_size,
-            vocab_size=packed.vocab_size,
-            device=packed.device,
-            dtype=packed.dtype,
-            lm_head=packed.logits,
-            fingerprint=base_fingerprint(loaded.model),
-            model=packed,
-            tokenizer=self.tokenizer,
-        )
-        self.engine = Engine(
-            packed,
-            make_drafter(drafter, target, **(drafter_options or {})),
-            make_rule(rule) if isinstance(rule, str) else rule,
+        self.engine = build_engine(
+            loaded.model,
+            drafter,
             config,
+            rule=rule,
+            drafter_options=drafter_options,
             tokenizer=self.tokenizer,
             eos_token_ids=_eos_token_ids(loaded.model, self.tokenizer),
-            num_real_tokens=_num_real_tokens(self.tokenizer, packed.vocab_size),
+            num_real_tokens=_num_real_tokens(self.tokenizer),
             seed=seed,
         )
 
@@ -236,16 +220,6 @@ def _load(
     return load(model, dtype=what, device=where, tokenizer=tokenizer)
 
 
-def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    known = [f.name for f in fields(EngineConfig)]
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(known)}"
-            raise ConfigError(f"LLM has no option {name!r}; {hint}")
-    return EngineConfig(**options)
-
-
 def _spread(params: T | Sequence[T], count: int) -> Sequence[T]:
     if not isinstance(params, Sequence):
         return [params] * count
@@ -266,8 +240,8 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     return list(eos) if isinstance(eos, (list, tuple)) else [eos]
 
 
-def _num_real_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> int:
-    """Ids from here on pad the vocabulary: no token of the tokenizer has them."""
+def _num_real_tokens(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """Ids from here on pad the vocabulary: no token of the tokenizer has them. None where that isn't known."""
     if tokenizer is None:
-        return vocab_size
-    return min(vocab_size, max(tokenizer.get_vocab().values(), default=vocab_size - 1) + 1)
+        return None
+    return max(tokenizer.get_vocab().values(), default=-1) + 1 or None

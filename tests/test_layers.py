@@ -18,6 +18,8 @@ LAYERS = {
     "specdec.drafters": 5,
     "specdec.engine": 6,
     "specdec.training": 6,
+    "specdec.build": 7,
+    "specdec.hf": 7,
     "specdec.llm": 7,
     "specdec.cli": 8,
 }
@@ -32,7 +34,7 @@ def layer_of(module: str) -> int | None:
 def sources() -> dict[str, Path]:
     """Dotted name → file of every module of the package, each once: through its real folder."""
     paths = [*(ROOT / "specdec").glob("*.py")]
-    for folder in [*FOLDERS, "specdec/engine", "specdec/models", "specdec/hub", "specdec/cli"]:
+    for folder in [*FOLDERS, "specdec/engine", "specdec/models", "specdec/hub", "specdec/hf", "specdec/cli"]:
         paths += (ROOT / folder).rglob("*.py")
     named = {}
     for path in paths:

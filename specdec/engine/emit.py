@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.engine.request import Request
+from specdec.engine.request import STOP, Request
 from specdec.engine.scheduler import Scheduled
 from specdec.errors import SpecdecError
 from specdec.outputs import TARGET, TokenLogprob
@@ -48,16 +48,22 @@ def deliver(request: Request, accepted: Accepted, tree: TokenTree, b: int, logit
     depth = len(accepted.path) - 1
     proposers = [tree.proposers[start + node] if tree.proposers else drafter for node in accepted.path[1:]] + [TARGET]
     kept = 0
-    for kept, token in enumerate(accepted.tokens, 1):  # noqa: B007 - the count is used below
+    for kept, token in enumerate(accepted.tokens, 1):
         step = request.stop.push(token)
         request.tokens.append(token)
         request.text += step.text
-        if step.finish_reason is not None:
-            request.finish_reason, request.stop_reason = step.finish_reason, step.stop_reason
+        request.proposers.append(proposers[kept - 1])
+        if accepted.scores is not None:
+            request.scores.append(accepted.scores[kept - 1 : kept])
+        if request.keep_logits:
+            node = start + accepted.path[kept - 1]
+            request.logits.append(logits[node : node + 1].clone())  # of the step's logits only this row is kept
+        request.finish_reason, request.stop_reason = step.finish_reason, step.stop_reason
+        if request.stopping is not None and request.stopping(request) and request.finish_reason is None:
+            request.text += request.stop.flush()
+            request.finish_reason = STOP
+        if request.finish_reason is not None:
             break
-    request.proposers += proposers[:kept]
-    if accepted.scores is not None:
-        request.scores.append(accepted.scores[:kept])
     if request.params.logprobs is not None:
         rows = torch.tensor(accepted.path[:kept], device=logits.device) + start
         request.logprobs += _logprobs(logits[rows], accepted.tokens[:kept], request.params.logprobs)

@@ -14,7 +14,7 @@ from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.emit import check_tree, deliver
 from specdec.engine.packing import Packed, pack
-from specdec.engine.request import ABORT, Request
+from specdec.engine.request import ABORT, Request, Stopping
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
 from specdec.models.batch import slot
@@ -69,7 +69,9 @@ class Engine:
         params: SamplingParams,
         *,
         twin: Request | None = None,
+        stopping: Stopping | None = None,
         keep_scores: bool = False,
+        keep_logits: bool = False,
     ) -> Request:
         """Queue a request for one answer; `params.n` is the caller's to spread.
 
@@ -77,7 +79,9 @@ class Engine:
             prompt_token_ids: the prompt.
             params: what is asked for.
             twin: an earlier request with the same prompt, whose full blocks of it the new one shares.
+            stopping: called after each token with the request; says whether it ends there, besides the params' stops.
             keep_scores: collect in `Request.scores` the processed scores that each token was chosen by.
+            keep_logits: collect in `Request.logits` the target's raw logits behind each token.
 
         Raises:
             InvalidRequest: the prompt is empty, too long, or holds ids outside the vocabulary; a parameter names such
@@ -90,7 +94,8 @@ class Engine:
             params = params.with_seed(self._seeds.randint(0, MAX_SEED))
         room = self.limits.max_model_len - len(prompt)
         stop = StopChecker(params, self._eos, self._tokenizer, prompt, limit=room)
-        request = Request(next(self._ids), len(prompt), params, stop, prompt, twin=twin, keep_scores=keep_scores)
+        request = Request(next(self._ids), len(prompt), params, stop, prompt, twin=twin)
+        request.stopping, request.keep_scores, request.keep_logits = stopping, keep_scores, keep_logits
         self.scheduler.waiting.append(request)
         return request
 

@@ -2,6 +2,7 @@
 block table names.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,10 @@ from specdec.outputs import Completion, SpeculationStats, TokenLogprob
 from specdec.params import SamplingParams
 
 ABORT = "abort"
+STOP = "stop"
+
+Stopping = Callable[["Request"], bool]
+"""Looks at a request after each token that it gets, and says whether it ends there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +33,10 @@ class Request:
         num_computed: leading tokens whose keys and values are committed; always fewer than the tokens.
         proposers: for each output token, who proposed it.
         logprobs: for each output token, if asked for.
-        keep_scores: whether `scores` is filled.
-        scores: the processed scores of the output tokens, one tensor [K, V] a step of K delivered tokens.
+        stopping: called after each output token, the last one included, with the request as it stands then.
+        keep_scores, keep_logits: whether `scores` and `logits` are filled.
+        scores: for each output token the processed scores that it was chosen by, [1, V].
+        logits: for each output token the target's raw logits, [1, V].
         text: certain text of the output.
         finish_reason, stop_reason: as in `Completion`; None while it runs.
         stats: how speculation went.
@@ -45,8 +52,11 @@ class Request:
     num_computed: int = 0
     proposers: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    stopping: Stopping | None = None
     keep_scores: bool = False
+    keep_logits: bool = False
     scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -1,0 +1,84 @@
+"""Puts an engine together from a loaded Hugging Face model, a drafter and a rule."""
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec.drafters.heads import base_fingerprint
+from specdec.drafters.protocol import Drafter, DraftTarget
+from specdec.drafters.registry import make_drafter
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.errors import ConfigError
+from specdec.models.load import make_target
+from specdec.verifier.rules import AcceptanceRule, make_rule
+
+
+def build_engine(
+    model: PreTrainedModel,
+    drafter: str | PreTrainedModel | Drafter,
+    config: EngineConfig,
+    *,
+    rule: str | AcceptanceRule = "coupled",
+    drafter_options: Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    eos_token_ids: Collection[int] = (),
+    num_real_tokens: int | None = None,
+    seed: int | None = None,
+) -> Engine:
+    """Build the engine that runs a loaded model. The weights stay the model's own.
+
+    Args:
+        model: checked and in evaluation mode, as `specdec.hub.load` returns it.
+        drafter: as for `LLM`: a name, a path, a loaded model to draft with, or a `Drafter`.
+        config: sizes.
+        rule: the acceptance rule or its name.
+        drafter_options: keyword arguments of the drafter.
+        tokenizer: for texts and stop strings; None works on token ids alone.
+        eos_token_ids: tokens that end an answer.
+        num_real_tokens: ids from here on pad the vocabulary and are never emitted; None for no such ids.
+        seed: of the seeds drawn for requests that have none.
+
+    Raises:
+        UnsupportedModel, CheckpointError: the model or the heads can't be used.
+        ConfigError: an option is unknown or out of bounds.
+    """
+    packed = make_target(model)
+    target = DraftTarget(
+        hidden_size=packed.hidden_size,
+        vocab_size=packed.vocab_size,
+        device=packed.device,
+        dtype=packed.dtype,
+        lm_head=packed.logits,
+        fingerprint=base_fingerprint(model),
+        model=packed,
+        tokenizer=tokenizer,
+    )
+    return Engine(
+        packed,
+        make_drafter(drafter, target, **(drafter_options or {})),
+        make_rule(rule) if isinstance(rule, str) else rule,
+        config,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        num_real_tokens=min(packed.vocab_size, num_real_tokens or packed.vocab_size),
+        seed=seed,
+    )
+
+
+def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:
+    """Turn keyword arguments into the engine's options.
+
+    Raises:
+        ConfigError: one is unknown or out of bounds; `owner` names who was given it.
+    """
+    known = [f.name for f in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(known)}"
+            raise ConfigError(f"{owner} has no option {name!r}; {hint}")
+    return EngineConfig(**options)

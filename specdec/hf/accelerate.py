@@ -1,0 +1,228 @@
+"""`accelerate(model)`: `model.generate` runs through the engine, with transformers' own arguments and results."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec.build import build_engine, engine_config
+from specdec.drafters.protocol import Drafter
+from specdec.engine.request import Request
+from specdec.errors import ConfigError, InvalidRequest
+from specdec.hf.arguments import check_transformers, read_call
+from specdec.hf.call import Call, Given, NotOurs
+from specdec.hf.criteria import row_stopping
+from specdec.hf.results import assemble
+from specdec.hub.load import load
+from specdec.outputs import Completion
+
+
+class Accelerated:
+    """An engine in the place of a model's `generate`; made by `accelerate`. Not for several threads at once.
+
+    As a context manager it restores the model at the end.
+
+    Args:
+        model: the model, its weights shared with the engine.
+        engine: runs the calls; its blocks persist between them.
+        tokenizer: for stop strings where a call brings none.
+    """
+
+    def __init__(self, model: PreTrainedModel, engine: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.model, self.engine = model, engine
+        self.completions: list[Completion] = []
+        """How the rows of the last call that the engine ran went; see `Completion.stats`."""
+        self._tokenizer = tokenizer
+        self._replaced = vars(model).get("generate")
+        self._original: Any = model.generate
+        self._storage = _storage(model)
+        model.generate = self.generate
+
+    def restore(self) -> None:
+        """Give the model its own `generate` back."""
+        if self._replaced is None:
+            del self.model.generate
+        else:
+            self.model.generate = self._replaced
+
+    def __reduce__(self) -> str:
+        raise ConfigError("an accelerated model can't be copied or pickled; call specdec.restore(model) first")
+
+    def __enter__(self) -> "Accelerated":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if _accelerated(self.model) is self:
+            self.restore()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: Any = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Any = None,
+        synced_gpus: bool | None = None,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        negative_prompt_ids: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
+        custom_generate: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as transformers' `generate` does; see there for the arguments and `accelerate` for differences.
+
+        Returns:
+            [B, S + T] int64 sequences, or a `GenerateDecoderOnlyOutput`.
+        """
+        given = Given(
+            inputs=inputs,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            synced_gpus=synced_gpus,
+            assistant_model=assistant_model,
+            streamer=streamer,
+            negative_prompt_ids=negative_prompt_ids,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+            custom_generate=custom_generate,
+            kwargs=kwargs,
+        )
+        state = torch.get_rng_state()
+        try:
+            self._check_model()
+            limit = self.engine.limits.max_model_len
+            call = read_call(self.model, given, self._tokenizer, self.engine.model.vocab_size, limit)
+            requests = self._run(call)
+        except NotOurs as reason:
+            why = str(reason)
+        else:
+            if call.warning:
+                warnings.warn(call.warning, UserWarning, stacklevel=3)
+            self.completions = [request.completion() for request in requests]
+            return assemble(call, requests)
+        warnings.warn(f"transformers' own generate runs this call: {why}", UserWarning, stacklevel=3)
+        torch.set_rng_state(state)  # as if nothing had been drawn
+        return self._original(**given.as_arguments())
+
+    def _run(self, call: Call) -> list[Request]:
+        """Run the rows to their ends; blocks are free again whatever happens."""
+        requests: list[Request] = []
+        try:
+            self._add(call, requests)
+            num_streamed = 0
+            if call.streamer is not None:
+                call.streamer.put(call.input_ids.cpu())
+            while any(request.finish_reason is None for request in requests):
+                self.engine.step()
+                if call.streamer is not None:
+                    for token in requests[0].tokens[requests[0].prompt_len + num_streamed :]:
+                        call.streamer.put(torch.tensor([token]))
+                    num_streamed = requests[0].num_output
+            if call.streamer is not None:
+                call.streamer.end()
+            return requests
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+
+    def _add(self, call: Call, requests: list[Request]) -> None:
+        """Queue the rows, each as soon as it is admitted, into `requests`."""
+        stopping = row_stopping(call, call.input_ids.device)
+        keep = {"keep_scores": call.output_scores, "keep_logits": call.output_logits}
+        try:
+            for prompt, params in zip(call.prompts, call.params, strict=True):
+                requests.append(self.engine.add(prompt, params, stopping=stopping, **keep))
+        except InvalidRequest as error:
+            raise NotOurs(str(error)) from error
+
+    def _check_model(self) -> None:
+        """Refuse a call that the engine would answer by other weights or without what the user hung into the model."""
+        if self.model.training:
+            raise NotOurs("the model is in training mode")
+        if _storage(self.model) != self._storage:
+            raise NotOurs("weights were moved or replaced since accelerate(); restore and accelerate the model again")
+        if any(_hooked(module) for module in self.model.modules()):
+            raise NotOurs("forward hooks are on the model")
+
+
+def accelerate(
+    model: PreTrainedModel,
+    drafter: str | Drafter = "ngram",
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    drafter_options: Mapping[str, Any] | None = None,
+    **engine_options: Any,
+) -> Accelerated:
+    """Make `model.generate` run through speculative decoding, with transformers' own arguments and results.
+
+    The weights are shared, not copied, and the model's forward still works. What the engine can't do goes to
+    transformers' own `generate` with one `UserWarning` that names the reason. The results are the same, but for these:
+
+    - Sampling follows the same distribution with other tokens: each row has its own seed, drawn from torch's global
+      generator, so that `torch.manual_seed` makes it repeatable.
+    - Each row is run as if alone and without padding, wherever its padding stands. Transformers is right only for
+      padding on the left. Logits processors and stopping criteria get the row alone, ids [1, L] without padding;
+      processors may be called for a few positions behind a stop, whose tokens are then dropped.
+    - `scores` and `logits` behind the end of a row are 0 for the padding token and -inf else.
+    - The dictionary of `return_dict_in_generate` holds no cache.
+
+    Args:
+        model: a loaded model; it is put into evaluation mode.
+        drafter: "none", "ngram", "medusa:PATH", the path of a heads folder, or a `Drafter`.
+        tokenizer: for stop strings where a call brings none.
+        drafter_options: keyword arguments of the drafter.
+        engine_options: fields of `EngineConfig`: max_model_len, max_num_seqs, num_blocks, block_size, ….
+
+    Returns:
+        A context manager that restores the model; `restore` does so too. Its `completions` tell how the last call went.
+
+    Raises:
+        UnsupportedModel, CheckpointError: the model or the heads can't be used.
+        ConfigError: the model is accelerated already, or an option is unknown or out of bounds.
+    """
+    config = engine_config(engine_options, "accelerate")
+    if isinstance(model, (str, os.PathLike)):
+        raise ConfigError(f"accelerate takes a loaded model, not {str(model)!r}; LLM opens models by name")
+    if _accelerated(model) is not None:
+        raise ConfigError("the model is accelerated already; call specdec.restore(model) first")
+    loaded = load(model, dtype="auto", device=getattr(model, "device", "cpu"), tokenizer=tokenizer)
+    check_transformers(loaded.model)
+    engine = build_engine(loaded.model, drafter, config, drafter_options=drafter_options)
+    return Accelerated(loaded.model, engine, loaded.tokenizer)
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Undo `accelerate`: `model.generate` is transformers' own again.
+
+    Raises:
+        ConfigError: the model isn't accelerated.
+    """
+    accelerated = _accelerated(model)
+    if accelerated is None:
+        raise ConfigError("the model isn't accelerated; specdec.accelerate(model) comes first")
+    accelerated.restore()
+
+
+def _accelerated(model: PreTrainedModel) -> Accelerated | None:
+    owner = getattr(getattr(model, "__dict__", {}).get("generate"), "__self__", None)
+    return owner if isinstance(owner, Accelerated) else None
+
+
+def _storage(model: PreTrainedModel) -> list[int]:
+    """Where the parameters are: in-place updates reach the engine, replaced parameters don't."""
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks besides transformers' own, which only record what it computes."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)

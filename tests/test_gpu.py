@@ -1,0 +1,41 @@
+"""The same engine on a GPU, with the torch references: float64 tokens are those of the CPU."""
+
+import pytest
+import torch
+
+from specdec import LLM, SamplingParams
+from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.drafters.ngram import NGramDrafter
+from specdec.drafters.protocol import Drafter
+from specdec.models.decoder import Decoder
+from tests.conftest import VOCAB, tiny_llama
+from tests.engines import make_engine, outputs, run
+from tests.medusa import random_medusa
+from tests.scripted import RandomDrafter
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [3], [11, 12, 13] * 9, list(range(20, 60))]
+
+
+def asks() -> list[SamplingParams]:
+    return [SamplingParams(max_new_tokens=16, seed=i, temperature=0.0 if i % 2 else 1.2) for i in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "random", "medusa", "draft_model"])
+def test_tokens_are_those_of_the_cpu(name: str) -> None:
+    want = outputs(run(make_engine(tiny_llama()), PROMPTS, asks()))
+    model = tiny_llama().to("cuda")
+    drafters: dict[str, Drafter | None] = {
+        "none": None,
+        "ngram": NGramDrafter(),
+        "random": RandomDrafter(),
+        "medusa": random_medusa(model),
+        "draft_model": DraftModelDrafter(Decoder(model), VOCAB, (2, 3, 3)),
+    }
+    assert outputs(run(make_engine(model, drafters[name]), PROMPTS, asks())) == want
+
+
+def test_a_gpu_is_the_default_and_bf16_its_dtype(folder) -> None:  # type: ignore[no-untyped-def]
+    llm = LLM(folder)
+    assert (llm.engine.model.device.type, llm.engine.model.dtype) == ("cuda", torch.bfloat16)
+    assert len(llm.generate("hello", SamplingParams(max_new_tokens=8))[0].token_ids) == 8
