@@ -7,9 +7,10 @@ from transformers import PreTrainedModel
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import Drafter
 from specdec.engine.config import EngineConfig
-from specdec.engine.engine import Engine, Target
+from specdec.engine.engine import Engine
 from specdec.engine.request import Request
 from specdec.models.load import make_target
+from specdec.models.protocol import PackedModel
 from specdec.params import SamplingParams
 from specdec.verifier.rules import AcceptanceRule, CoupledRule
 
@@ -17,7 +18,7 @@ MAX_STEPS = 5000
 
 
 def make_engine(
-    model: PreTrainedModel | Target,
+    model: PreTrainedModel | PackedModel,
     drafter: Drafter | None = None,
     rule: AcceptanceRule | None = None,
     eos_token_ids: Sequence[int] = (),
