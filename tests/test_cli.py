@@ -21,6 +21,8 @@ Invoke = Callable[..., Result]
 def invoke(folder: Path) -> Invoke:
     def run(*args: str, **kwargs: str) -> Result:
         model = ["--model", str(folder)] if args[0] not in ("pull", "--version", "--help") else []
+        if args[0] in ("generate", "chat", "demo") and "--device" not in args:
+            model += ["--device", "cpu"]  # also on a machine with a GPU: what is compared was made on a CPU
         return CliRunner().invoke(main, [*args, *model], **kwargs)  # type: ignore[arg-type]
 
     return run
@@ -28,7 +30,9 @@ def invoke(folder: Path) -> Invoke:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> list[str]:
-    completions = LLM(folder, drafter="none").generate(["hello", "world"], SamplingParams(max_new_tokens=9))
+    completions = LLM(folder, drafter="none", device="cpu").generate(
+        ["hello", "world"], SamplingParams(max_new_tokens=9)
+    )
     return [c.text for c in completions]
 
 
@@ -61,14 +65,14 @@ def test_generate_sampling_is_repeatable(invoke: Invoke, answers: list[str]) -> 
 
 
 def test_generate_chat_wraps_the_prompt(invoke: Invoke, folder: Path) -> None:
-    (want,) = LLM(folder).chat([{"role": "user", "content": "hi"}], SamplingParams(max_new_tokens=5))
+    (want,) = LLM(folder, device="cpu").chat([{"role": "user", "content": "hi"}], SamplingParams(max_new_tokens=5))
     assert invoke("generate", "hi", "--chat", "--max-new-tokens", "5").stdout == want.text + "\n"
 
 
 def test_chat_keeps_the_conversation(invoke: Invoke, folder: Path) -> None:
     result = invoke("chat", "--system", "", "--max-new-tokens", "5", input="hi\nagain\n\n")
     assert result.exit_code == 0, result.output
-    llm, params = LLM(folder), SamplingParams(max_new_tokens=5)
+    llm, params = LLM(folder, device="cpu"), SamplingParams(max_new_tokens=5)
     (first,) = llm.chat([{"role": "user", "content": "hi"}], params)
     history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": first.text}]
     (second,) = llm.chat([*history, {"role": "user", "content": "again"}], params)
@@ -76,7 +80,8 @@ def test_chat_keeps_the_conversation(invoke: Invoke, folder: Path) -> None:
     assert invoke("chat", input="").exit_code == 0
 
 
-def test_info_names_versions_device_and_reasons(invoke: Invoke) -> None:
+def test_info_names_versions_device_and_reasons(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     facts = json.loads(invoke("info", "--json").stdout)
     assert facts["specdec"] == __version__ and facts["torch"] == torch.__version__
     assert "float32" in facts["dtype"] and "ngram" in facts["drafters"] and "llama" in facts["model"]

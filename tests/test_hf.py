@@ -29,7 +29,7 @@ import specdec
 from specdec.errors import ConfigError, UnsupportedModel
 from specdec.hf.accelerate import Accelerated
 from specdec.hf.fields import FOLLOWED, NOT_FOLLOWED, WITHOUT_EFFECT
-from tests.conftest import tiny_llama
+from tests.conftest import OLD_TRANSFORMERS, tiny_llama
 from tests.letters import letters
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
 
@@ -383,6 +383,7 @@ def test_an_error_in_the_streamer_frees_the_blocks(ngram: Pair) -> None:
 # --- sampling ---------------------------------------------------------------------------------------------------
 
 
+@OLD_TRANSFORMERS
 def test_sampling_from_one_token_is_exact(pair: Pair, eos: int) -> None:
     options = {"do_sample": True, "top_k": 1, "max_new_tokens": 25, "temperature": 1.5}
     pair.compare(BATCH | options | {"num_return_sequences": 2, "eos_token_id": eos})
@@ -448,6 +449,7 @@ def test_manual_seed_makes_sampling_repeatable(ngram: Pair) -> None:
 # --- combinations -----------------------------------------------------------------------------------------------
 
 
+@OLD_TRANSFORMERS
 def test_combinations(pair: Pair, eos: int) -> None:
     """Ten draws of everything together."""
     rng = random.Random(4)

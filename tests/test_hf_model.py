@@ -15,8 +15,8 @@ from specdec.models.hf import HFModel, max_positions
 from specdec.models.load import make_target
 from tests.conftest import VOCAB, tiny_llama
 from tests.engines import make_engine, outputs, run
-from tests.scripted import OracleDrafter, RandomDrafter
 from tests.families import packed_logits as run_chunks
+from tests.scripted import OracleDrafter, RandomDrafter
 
 TOKENS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ONE_KIND = TOKENS | {
