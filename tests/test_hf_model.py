@@ -12,6 +12,7 @@ from specdec import LLM, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModel
 from specdec.models.decoder import Decoder
 from specdec.models.hf import HFModel, max_positions
+from specdec.models.interface import window_code
 from specdec.models.load import make_target
 from tests.conftest import VOCAB, tiny_llama
 from tests.engines import make_engine, outputs, run
@@ -202,6 +203,31 @@ def test_a_model_that_mixes_rows_outside_attention_is_refused() -> None:
     own = mlp.forward
     mlp.forward = lambda x: own(x + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
     with pytest.raises(UnsupportedModel, match="its logits differ from its own forward's .* in torch.float64"):
+        HFModel(model)
+
+
+def test_a_window_is_read_off_the_mask_however_far_it_reaches() -> None:
+    from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
+    from transformers.masking_utils import sliding_window_causal_mask_function as sliding
+
+    def code(mask_function: object, local_size: int | None = None) -> torch.Tensor:
+        config = hf.LlamaConfig(max_position_embeddings=5000)
+        sizes = {"q_length": 3, "kv_length": 3, "local_size": local_size}
+        return window_code(mask_function=mask_function, config=config, device="cpu", **sizes)
+
+    assert code(causal_mask_function).unique().tolist() == [0]
+    assert code(sliding(4096), 4096).unique().tolist() == [4096]
+    assert code(sliding(8192), 8192).unique().tolist() == [8192]  # beyond the positions: as good as none
+    with pytest.raises(UnsupportedModel, match="neither causal nor a sliding window"):
+        code(chunked_causal_mask_function(1024, torch.zeros(1, dtype=torch.int64)), 1024)
+
+
+def test_a_window_that_the_mask_contradicts_is_refused() -> None:
+    model = tiny(REQUIRED["starcoder2"]())
+    model.model.config.sliding_window = None  # no window in the mask …
+    attention = model.model.layers[0].self_attn
+    attention.config = hf.Starcoder2Config(**GROUPED, sliding_window=4, attn_implementation="eager")  # … but here
+    with pytest.raises(UnsupportedModel, match="asks for a window of 4, its mask for none"):
         HFModel(model)
 
 

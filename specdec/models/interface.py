@@ -89,10 +89,6 @@ def _attend(
     return answer(module, query, key, value, attention_mask, **options), None
 
 
-def _no_mask(**_: Any) -> None:
-    return None
-
-
 def window_code(
     *,
     q_length: int,
@@ -124,7 +120,6 @@ def window_code(
     return torch.full((1, 1, q_length, kv_length), code, device=device)
 
 
-AttentionInterface.register(PACKED, _attend)
-AttentionMaskInterface.register(PACKED, _no_mask)
+AttentionInterface.register(PACKED, _attend)  # and no mask function: then transformers makes no mask
 AttentionInterface.register(SURVEY, _attend)
 AttentionMaskInterface.register(SURVEY, window_code)
