@@ -78,11 +78,12 @@ def tiny_model(
 
 def packed_logits(decoder: Decoder, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
     """Logits of one sequence that is fed in causal chunks: [N] int64 → [N, V]."""
-    pages = KVPages(decoder.kv_layout, 8, 16, decoder.device)
+    num_blocks = -(-len(ids) // 16)
+    pages = KVPages(decoder.kv_layout, num_blocks, 16, decoder.device)
     out, start = [], 0
     for n in chunks:
         rows = torch.arange(start, start + n)
-        table = torch.arange(8)[None]
+        table = torch.arange(num_blocks)[None]
         zeros = torch.zeros(n, dtype=torch.int64)
         meta = AttentionMetadata((0, n), (start + n,), (start + n,), table, rows, rows + 1, zeros, 16)
         out.append(decoder.logits(decoder.forward(Batch(ids[rows], rows, meta), pages)))
