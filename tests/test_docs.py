@@ -1,5 +1,6 @@
 """The documents are true: the file map is complete and README's Python runs."""
 
+import json
 import re
 from pathlib import Path
 
@@ -27,3 +28,18 @@ def test_readme_python_runs(capsys: pytest.CaptureFixture[str], real_model_path:
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
     assert len(capsys.readouterr().out) > 40
+
+
+def demo_table() -> str:
+    """README's table, from the committed result of the demo."""
+    lines = ["| prompt | tokens | = HF | HF tok/s | plain | speculative | × | τ |", "|---|---|---|---|---|---|---|---|"]
+    for r in json.loads((ROOT / "benchmarks/results/demo_cpu.json").read_text())["rows"]:
+        speeds = " | ".join(f"{r[key]:.1f}" for key in ("hf", "plain", "speculative"))
+        same = "yes" if r["identical"] else "no"
+        ratio, tau = r["speculative"] / r["hf"], r["mean_acceptance_length"]
+        lines.append(f"| {r['prompt']} | {r['num_tokens']} | {same} | {speeds} | {ratio:.2f} | {tau:.2f} |")
+    return "\n".join(lines)
+
+
+def test_the_table_in_the_readme_is_the_committed_result() -> None:
+    assert demo_table() in (ROOT / "README.md").read_text()

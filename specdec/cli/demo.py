@@ -62,7 +62,7 @@ def demo(max_new_tokens: int, json_path: str | None, **options: Any) -> None:
     assert shown is not None
     _print_coloured(console, llm, shown)
     if json_path:
-        _write_json(json_path, llm, rows)
+        _write_json(json_path, llm, rows, max_new_tokens)
 
 
 def _race(llm: "LLM", name: str, prompt: str, max_new_tokens: int) -> tuple[Row, "Completion"]:
@@ -159,14 +159,14 @@ def _print_coloured(console: "Console", llm: "LLM", completion: "Completion") ->
     console.print(text)
 
 
-def _write_json(path: str, llm: "LLM", rows: list[Row]) -> None:
+def _write_json(path: str, llm: "LLM", rows: list[Row], max_new_tokens: int) -> None:
     import platform
 
     import torch
     import transformers
 
     result = {
-        "command": "specdec demo",
+        "command": f"specdec demo --max-new-tokens {max_new_tokens}",
         "model": llm.name,
         "drafter": llm.engine.drafter.name,
         "device": str(llm.engine.model.device),
