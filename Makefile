@@ -3,12 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types bench model clean
+.PHONY: demo test cover lint types bench model clean
 
 demo: model
 	$(BIN)/specdec demo
 
+# Tiny models run on one thread each, side by side; the real model gets the machine to itself.
 test: model
+	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not gemma and not model"
+	$(BIN)/python -m pytest -q -m model
+
+cover: model
 	$(BIN)/python -m pytest --cov --cov-report=term
 
 lint: $(READY) types
