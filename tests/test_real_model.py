@@ -16,18 +16,18 @@ from tests.medusa import random_medusa
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
 
 pytestmark = pytest.mark.model
-NUM_NEW = 24
+NUM_NEW = 16
 ALLOWED_MARGIN = 1e-4  # in fp32 a token may differ where the two best logits are closer than this
 
 
 @pytest.fixture(scope="module")
 def llm(real_model_path: Path) -> LLM:
-    return LLM(real_model_path, drafter="none", dtype="float32", device="cpu", max_num_seqs=4, max_nodes=12)
+    return LLM(real_model_path, drafter="none", dtype="float32", device="cpu", max_num_seqs=3, max_nodes=12)
 
 
 @pytest.fixture(scope="module")
 def prompts(llm: LLM) -> list[list[int]]:
-    return [llm.encode_chat([{"role": "user", "content": text}]) for text in list(PROMPTS.values())[:4]]
+    return [llm.encode_chat([{"role": "user", "content": text}]) for text in list(PROMPTS.values())[:3]]
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,9 @@ def test_greedy_equals_hugging_face(name, llm, prompts, hf_answers, use) -> None
     assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
 
 
-@pytest.mark.parametrize("temperature, top_p", [(0.8, 0.95), (1.5, 1.0)])
+@pytest.mark.parametrize("temperature, top_p", [(1.0, 0.95)])
 def test_sampled_tokens_do_not_depend_on_the_drafter(temperature, top_p, llm, prompts, use) -> None:  # type: ignore[no-untyped-def]
-    params = [SamplingParams(max_new_tokens=16, temperature=temperature, top_p=top_p, seed=i) for i in range(3)]
+    params = [SamplingParams(max_new_tokens=12, temperature=temperature, top_p=top_p, seed=i) for i in range(3)]
     want = llm.generate(prompts[:3], params)
     vocab = llm.engine.model.vocab_size
     answers = {tuple(p): c.token_ids for p, c in zip(prompts, want, strict=False)}
