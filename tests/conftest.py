@@ -20,6 +20,8 @@ OLD_TRANSFORMERS = pytest.mark.skipif(
     reason="transformers 5.17 differs here from 5.24, which we follow: it ignores a bad word whose other tokens are "
     "the whole prefix, for one",
 )
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined: without a GPU, Triton's interpreter runs them
 ALL_THREADS = torch.get_num_threads()
 torch.set_num_threads(1)  # tiny products are faster on one thread
 
