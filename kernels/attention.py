@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+
+from specdec.kernels.work import AttentionWork, make_work
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,25 @@ class AttentionMetadata:
     ancestors: torch.Tensor
     block_size: int
     _masks: dict[tuple[int, int | None, int], torch.Tensor | None] = field(default_factory=dict, repr=False)
+    _works: dict[tuple[int, int], AttentionWork] = field(default_factory=dict, repr=False)
+
+    def work(self, group: int, max_block: int) -> AttentionWork:
+        """How the Triton kernels divide the batch, for `group` query heads a key head. Made once a step."""
+        if (group, max_block) not in self._works:
+            rows = [end - start for start, end in pairwise(self.cu_seqlens_q)]
+            starts = [keys - n for keys, n in zip(self.seq_lens, rows, strict=True)]  # key of the first row
+            causal = [max(0, min(n, c - at)) for n, c, at in zip(rows, self.context_lens, starts, strict=True)]
+            self._works[group, max_block] = make_work(
+                self.cu_seqlens_q,
+                causal,
+                self.context_lens,
+                self.block_table,
+                self.positions,
+                self.ancestors,
+                group,
+                max_block,
+            )
+        return self._works[group, max_block]
 
     @cached_property
     def slots(self) -> list[slice | torch.Tensor]:

@@ -11,7 +11,9 @@ BLOCK = 16
 SHAPES = [(1, 1, 8), (4, 1, 16), (4, 2, 8), (6, 6, 64), (8, 1, 32)]  # heads, key heads, head_dim
 
 
-def build(sequences: list[tuple[int, int, list[int]]], seed: int = 0) -> tuple[AttentionMetadata, list[list[int]]]:
+def build(
+    sequences: list[tuple[int, int, list[int]]], seed: int = 0, block: int = BLOCK, device: str = "cpu"
+) -> tuple[AttentionMetadata, list[list[int]]]:
     """Metadata of sequences given as (cached keys, causal rows, parents of the tree), on scattered blocks."""
     generator = torch.Generator().manual_seed(seed)
     trees = [p for _, _, p in sequences if p]
@@ -28,19 +30,19 @@ def build(sequences: list[tuple[int, int, list[int]]], seed: int = 0) -> tuple[A
         cu.append(cu[-1] + causal + len(parents))
         contexts.append(context)
         totals.append(context + len(parents))
-    width = -(-max(totals) // BLOCK)
+    width = -(-max(totals) // block)
     blocks = torch.randperm(width * len(sequences), generator=generator).view(len(sequences), width)
     meta = AttentionMetadata(
         tuple(cu),
         tuple(contexts),
         tuple(totals),
-        blocks,
-        torch.tensor(positions),
-        torch.tensor(visible),
-        torch.tensor(ancestors),
-        BLOCK,
+        blocks.to(device),
+        torch.tensor(positions, device=device),
+        torch.tensor(visible, device=device),
+        torch.tensor(ancestors, device=device),
+        block,
     )
-    keys = [[int(blocks[b, k // BLOCK]) * BLOCK + k % BLOCK for k in range(n)] for b, n in enumerate(totals)]
+    keys = [[int(blocks[b, k // block]) * block + k % block for k in range(n)] for b, n in enumerate(totals)]
     return meta, keys
 
 

@@ -1,0 +1,113 @@
+"""How the attention kernels divide a packed batch: which rows go together, and where their keys are.
+
+All of it is tensors on the device, so that a captured graph reads the lengths of the step that it replays.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+MIN_BLOCK = 16
+"""Fewest rows of a matrix instruction."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """Rows of a packed batch, as the kernels take them. N rows of B sequences; a tile's rows follow each other.
+
+    Args:
+        block_table: [B, M] int32, block ids of each sequence.
+        context_lens: [B] int32, keys before the first tree node.
+        positions: [N] int64, of each row.
+        ancestors: [N] int64 bitmask of each row; 0 for causal rows and padding.
+        row_sequences: [N] int32, sequence of each row.
+        tree_rows: [T] int32, rows that are tree nodes.
+        tree_tiles: [tiles, 3] int32: sequence, first row, number of rows, of nodes that share a tile of queries.
+        tree_block: rows × grouped heads that such a tile holds.
+        chunk_tiles: [tiles, 3] int32, the same of causal rows.
+        chunk_block: rows × grouped heads that such a tile holds.
+        max_context: no context is longer.
+    """
+
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+    positions: torch.Tensor
+    ancestors: torch.Tensor
+    row_sequences: torch.Tensor
+    tree_rows: torch.Tensor
+    tree_tiles: torch.Tensor
+    tree_block: int
+    chunk_tiles: torch.Tensor
+    chunk_block: int
+    max_context: int
+
+    def work(self, group: int, max_block: int) -> "AttentionWork":
+        """Itself: made for the kernel that asks."""
+        assert group <= self.tree_block <= max_block, "made for another attention"
+        return self
+
+
+def make_work(
+    cu_seqlens_q: Sequence[int],
+    num_causal: Sequence[int],
+    context_lens: Sequence[int],
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    ancestors: torch.Tensor,
+    group: int,
+    max_block: int,
+) -> AttentionWork:
+    """Divide a batch of B sequences whose lengths the host knows.
+
+    Args:
+        cu_seqlens_q: B + 1 offsets of each sequence's rows.
+        num_causal: how many of each sequence's rows stand before its nodes.
+        context_lens: keys before the first node of each.
+        block_table: [B, M] int64.
+        positions, ancestors: [N] int64.
+        group: query heads that share a key head.
+        max_block: most rows × grouped heads in a tile, a power of 2.
+    """
+    starts = [(b, row, row + n, end) for b, ((row, end), n) in enumerate(zip(pairwise(cu_seqlens_q), num_causal))]
+    chunks = [(b, row, node - row) for b, row, node, _ in starts if node > row]
+    trees = [(b, node, end - node) for b, _, node, end in starts if end > node]
+    chunk_block, tree_block = (tile_block(max((n for *_, n in part), default=1), group, max_block)
+                               for part in (chunks, trees))
+    chunk_tiles = _tiles(chunks, chunk_block // group)
+    chunk_tiles.reverse()  # the longest rows first
+    parts = [
+        list(context_lens),
+        [b for b, (row, end) in enumerate(pairwise(cu_seqlens_q)) for _ in range(end - row)],
+        [row for _, first, n in trees for row in range(first, first + n)],
+        [x for tile in _tiles(trees, tree_block // group) for x in tile],
+        [x for tile in chunk_tiles for x in tile],
+    ]
+    ends = list(accumulate(map(len, parts), initial=0))
+    flat = torch.tensor([x for part in parts for x in part], dtype=torch.int32, device=positions.device)
+    contexts, sequences, rows, tree_tiles, chunk = (flat[a:b] for a, b in pairwise(ends))
+    return AttentionWork(
+        block_table=block_table.to(torch.int32),
+        context_lens=contexts,
+        positions=positions,
+        ancestors=ancestors,
+        row_sequences=sequences,
+        tree_rows=rows,
+        tree_tiles=tree_tiles.view(-1, 3),
+        tree_block=tree_block,
+        chunk_tiles=chunk.view(-1, 3),
+        chunk_block=chunk_block,
+        max_context=max(context_lens),
+    )
+
+
+def tile_block(num_rows: int, group: int, max_block: int) -> int:
+    """Rows × grouped heads of a tile that is to hold `num_rows` rows, or as many as fit."""
+    needed = max(MIN_BLOCK, group, min(num_rows * group, max_block))
+    return 1 << (needed - 1).bit_length()
+
+
+def _tiles(parts: Sequence[tuple[int, int, int]], rows: int) -> list[tuple[int, int, int]]:
+    """Cut the rows of each sequence into tiles."""
+    return [(b, first + i, min(rows, n - i)) for b, first, n in parts for i in range(0, n, rows)]

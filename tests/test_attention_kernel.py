@@ -1,0 +1,132 @@
+"""The Triton attention: against the torch reference, and its promise that a row's bits don't depend on its company."""
+
+import pytest
+import torch
+
+from specdec.kernels.attention import AttentionMetadata
+from specdec.kernels.attention import tree_attention as reference
+from specdec.kernels.gpu.attention import num_splits, tree_attention
+from specdec.verifier.tree import chain_parents
+from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
+from tests.test_attention import build
+
+pytestmark = pytest.mark.gpu if ON_GPU else []
+WIDE = [-1, *[0] * 63]
+RAGGED = [-1, 0, 0, 1, 1, 2, 3, 5, 5, 7]
+Sequences = list[tuple[int, int, list[int]]]
+BATCHES: dict[str, Sequences] = {
+    "plain": [(0, 0, [-1]), (70, 0, [-1]), (64, 0, [-1]), (63, 0, [-1])],
+    "chunks": [(0, 21, []), (50, 30, []), (130, 3, [])],
+    "trees": [(15, 0, RAGGED), (120, 0, [-1, 0, 1, 2]), (1, 0, WIDE)],
+    "mixed": [(3, 40, RAGGED), (33, 0, [-1]), (0, 1, []), (60, 70, [-1, 0, 0])],
+    "over a split": [(253, 0, RAGGED), (250, 20, [-1, 0, 1])],
+}
+SHAPES = [(9, 3, 64, 16), (4, 1, 80, 16), (4, 4, 96, 32), (8, 1, 128, 64), (2, 1, 256, 16)]
+"""Heads, key heads, head_dim, block size."""
+
+
+def make_pages(
+    num_blocks: int, block: int, kv_heads: int, dim: int, dtype: torch.dtype, keys: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [num_blocks, block, kv_heads, D]; slots that belong to no sequence hold NaN."""
+    pages = torch.full((2, num_blocks * block, kv_heads, dim), torch.nan, dtype=dtype)
+    used = torch.tensor(sorted(key for part in keys for key in part))
+    pages[:, used] = torch.randn(2, len(used), kv_heads, dim).to(dtype)
+    k, v = pages.view(2, num_blocks, block, kv_heads, dim).to(DEVICE).unbind()
+    return k, v
+
+
+def wide(meta: AttentionMetadata, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: object) -> torch.Tensor:
+    """The reference, in float64."""
+    return reference(q.double(), k.double(), v.double(), meta, **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batches(batch: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    meta, keys = build(BATCHES[batch], device=DEVICE)
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 2, 64, dtype, keys)
+    q = torch.randn(meta.cu_seqlens_q[-1], 4, 64, device=DEVICE).to(dtype)
+    assert_close(tree_attention(q, k, v, meta, scale=0.125), wide(meta, q, k, v, scale=0.125))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape: tuple[int, int, int, int]) -> None:
+    torch.manual_seed(1)
+    heads, kv_heads, dim, block = shape
+    meta, keys = build(BATCHES["mixed"], block=block, device=DEVICE)
+    k, v = make_pages(int(meta.block_table.max()) + 1, block, kv_heads, dim, torch.float16, keys)
+    q = torch.randn(meta.cu_seqlens_q[-1], heads, dim, device=DEVICE).half()
+    assert_close(tree_attention(q, k, v, meta, scale=dim**-0.5), wide(meta, q, k, v, scale=dim**-0.5))
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 100])
+@pytest.mark.parametrize("batch", ["chunks", "trees", "over a split"])
+def test_windows_count_positions(batch: str, window: int) -> None:
+    torch.manual_seed(2)
+    meta, keys = build(BATCHES[batch], device=DEVICE)
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 1, 32, torch.float16, keys)
+    q = torch.randn(meta.cu_seqlens_q[-1], 3, 32, device=DEVICE).half()
+    how = {"scale": 0.2, "window": window}
+    assert_close(tree_attention(q, k, v, meta, **how), wide(meta, q, k, v, **how))
+
+
+def test_scores_are_capped_before_they_are_masked() -> None:
+    torch.manual_seed(3)
+    meta, keys = build(BATCHES["mixed"], device=DEVICE)
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 2, 32, torch.float32, keys)
+    q = torch.randn(meta.cu_seqlens_q[-1], 4, 32, device=DEVICE) * 3
+    how = {"scale": 0.9, "softcap": 2.5}
+    assert_close(tree_attention(q, k, v, meta, **how), wide(meta, q, k, v, **how))
+
+
+def test_rows_of_padding_hold_zero() -> None:
+    meta, keys = build([(20, 0, [-1, 0]), (0, 0, [-1])], device=DEVICE)
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 1, 16, torch.float16, keys)
+    meta.ancestors[1:] = 0
+    out = tree_attention(torch.randn(3, 2, 16, device=DEVICE).half(), k, v, meta, scale=1.0)
+    assert not bool(out[1:].any()) and bool(out[0].any())
+
+
+def test_splits_cover_every_length() -> None:
+    assert [num_splits(n) for n in (1, 256, 257, 2048, 2049, 3072, 3073)] == [1, 1, 2, 8, 9, 9, 10]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter's products are a BLAS library's, whose bits depend on the size")
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (32, 8, 128), (8, 1, 128), (4, 1, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bits_are_those_of_one_by_one(dtype: torch.dtype, shape: tuple[int, int, int], window: int | None) -> None:
+    """The same tokens as one chunk, as ragged chunks, one by one, and as paths of a tree."""
+    heads, kv_heads, dim = shape
+    how = {"scale": dim**-0.5, "window": window}
+    for length in (63, 300, 2100):
+        torch.manual_seed(length)
+        q = torch.randn(length, heads, dim, device=DEVICE).to(dtype)
+        new = torch.randn(2, length, kv_heads, dim, device=DEVICE).to(dtype)
+        blocks = -(-(length + 64) // 16)
+
+        def run(cached: int, causal: int, parents: list[int], tokens: list[int]) -> torch.Tensor:
+            """Attention of rows that stand for the given tokens, whose keys are at those rows' own places."""
+            meta, keys = build([(cached, causal, parents)], device=DEVICE)
+            pages = torch.full((2, blocks * 16, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE)
+            slots = torch.tensor(keys[0], device=DEVICE)
+            pages[:, slots[:cached]] = new[:, :cached]
+            pages[:, slots[cached:]] = new[:, tokens]
+            k, v = pages.view(2, blocks, 16, kv_heads, dim).unbind()
+            return tree_attention(q[tokens], k, v, meta, **how)  # type: ignore[arg-type]
+
+        whole = run(0, length, [], list(range(length)))
+        cut = length // 3
+        assert torch.equal(whole[cut:], run(cut, length - cut, [], list(range(cut, length))))
+        for at in {0, 1, 15, 16, length // 2, length - 1}:
+            assert torch.equal(whole[at], run(at, 0, [-1], [at])[0]), f"token {at} of {length}"
+        # A tree with two copies of the true path below the root: the second one's nodes are far from their places.
+        depth = min(20, length - 1)
+        root = length - 1 - depth
+        path = list(range(root + 1, length))
+        parents = [-1, *chain_parents(depth + 1)[1:], 0, *range(depth + 1, 2 * depth)]
+        out = run(root, 0, parents, [root, *path, *path])
+        assert torch.equal(out[: depth + 1], whole[root:])
+        assert torch.equal(out[depth + 1 :], whole[root + 1 :])
