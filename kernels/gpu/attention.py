@@ -228,7 +228,7 @@ def _context_kernel(
             if WINDOW > 0:
                 see = key[None, :] > position[:, None] - WINDOW
             m, total, acc = _update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP)
-        state = (split.to(tl.int64) * num_rows + row) * H + head
+        state = (split * num_rows + row).to(tl.int64) * H + head
         d = tl.arange(0, BLOCK_D)
         tl.store(m_ptr + state, m, mask=ok)
         tl.store(total_ptr + state, tl.max(total, 1), mask=ok)
@@ -239,7 +239,7 @@ def _context_kernel(
 def _load_state(
     m_ptr, total_ptr, acc_ptr, split, num_rows, row, head, ok, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    state = (split.to(tl.int64) * num_rows + row) * H + head
+    state = (split * num_rows + row).to(tl.int64) * H + head
     d = tl.arange(0, BLOCK_D)
     m = tl.load(m_ptr + state, mask=ok, other=float("-inf"))
     total = tl.load(total_ptr + state, mask=ok, other=0.0)
