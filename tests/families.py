@@ -1,4 +1,4 @@
-"""Tiny random models of every family, and their logits, packed and as transformers has them."""
+"""Tiny random models of every family that the decoder knows, and their logits, packed and as transformers has them."""
 
 import inspect
 
