@@ -9,7 +9,7 @@ from specdec.drafters.heads import base_fingerprint
 from specdec.drafters.medusa import MedusaDrafter
 from specdec.drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.drafters.protocol import DraftTarget
-from specdec.models.decoder import Decoder
+from specdec.models.load import make_target
 from tests.conftest import tiny_llama
 
 SIZE = 96
@@ -17,9 +17,9 @@ CHOICES = [(0,), (0, 0), (1,), (0, 0, 0), (0, 1)]
 
 
 def target_of(model: PreTrainedModel) -> DraftTarget:
-    decoder = Decoder(model)
+    packed = make_target(model)
     return DraftTarget(
-        decoder.hidden_size, decoder.vocab_size, decoder.device, decoder.dtype, decoder.logits, base_fingerprint(model)
+        packed.hidden_size, packed.vocab_size, packed.device, packed.dtype, packed.logits, base_fingerprint(model)
     )
 
 

@@ -19,21 +19,29 @@ from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.protocol import Drafter
 from specdec.engine.request import Request
 from specdec.models.decoder import Decoder
+from specdec.models.hf import HFModel
 from specdec.models.load import make_target
 from specdec.params import SamplingParams
 from tests.conftest import VOCAB, tiny_llama
 from tests.engines import drain, make_engine
 from tests.families import OWN, tiny_model
 from tests.medusa import random_medusa
+from tests.own_forward import REQUIRED, tiny
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter, SometimesDrafter
 
-FAMILIES = sorted(OWN)
+FAMILIES = sorted(OWN) + sorted(REQUIRED)
+"""Those that the decoder knows, then those that run by their own forward."""
 Answers = dict[int | tuple[int, ...], list[int]]
 
 
 @cache
 def model_of(family: str) -> PreTrainedModel:
-    return tiny_model(family)
+    return tiny(REQUIRED[family]()) if family in REQUIRED else tiny_model(family)
+
+
+@cache
+def ready(model: PreTrainedModel) -> Decoder | HFModel:
+    return make_target(model)
 
 
 @cache
@@ -42,7 +50,7 @@ def another() -> Decoder:
 
 
 def early(model: PreTrainedModel, widths: tuple[int, ...]) -> DraftModelDrafter:
-    target = make_target(model)
+    target = ready(model)
     assert isinstance(target, Decoder)
     return DraftModelDrafter(target.first_layers(1), VOCAB, widths, own_pages=False, name="early_exit")
 
@@ -51,7 +59,7 @@ DRAFTERS: dict[str, Callable[[PreTrainedModel, Answers], Drafter]] = {
     "ngram": lambda m, a: NGramDrafter(),
     "ngram, one path": lambda m, a: NGramDrafter(num_speculative_tokens=20, max_paths=1),
     "medusa": lambda m, a: random_medusa(m),
-    "itself": lambda m, a: DraftModelDrafter(make_target(m), VOCAB, (2, 4, 4)),
+    "itself": lambda m, a: DraftModelDrafter(ready(m), VOCAB, (2, 4, 4)),
     "another model": lambda m, a: DraftModelDrafter(another(), VOCAB, (1, 1, 1)),
     "early exit": lambda m, a: early(m, (1, 1, 1, 1)),
     "early exit, tree": lambda m, a: early(m, (3, 5)),
@@ -63,6 +71,8 @@ DRAFTERS: dict[str, Callable[[PreTrainedModel, Answers], Drafter]] = {
     "random": lambda m, a: RandomDrafter(),
     "sometimes": lambda m, a: SometimesDrafter(a, 0.7),
 }
+EARLY = {"early exit", "early exit, tree", "hybrid"}
+"""The drafters that run some of the decoder's layers."""
 token = st.integers(0, VOCAB - 1)
 PARAMS = st.fixed_dictionaries(
     {"max_new_tokens": st.integers(1, 18), "seed": st.integers(0, 2**63 - 1)},
@@ -108,9 +118,10 @@ def cases(draw: st.DrawFn) -> Case:
         st.lists(token, min_size=1, max_size=40),
         st.lists(token, min_size=1, max_size=4).map(lambda words: words * 8),  # what n-grams find
     )
+    family = draw(st.sampled_from(FAMILIES))
     return Case(
-        family=draw(st.sampled_from(FAMILIES)),
-        drafter=draw(st.sampled_from(sorted(DRAFTERS))),
+        family=family,
+        drafter=draw(st.sampled_from(sorted(DRAFTERS.keys() - (EARLY if family in REQUIRED else set())))),
         prompts=[draw(prompt) for _ in range(size)],
         params=[draw(PARAMS) for _ in range(size)],
         eos=draw(st.lists(token, max_size=6)),
@@ -132,12 +143,12 @@ def check(case: Case) -> None:
     asked = [SamplingParams(**({"min_new_tokens": 0} | p)) for p in map(_consistent, case.params)]  # type: ignore[arg-type]
     plain: list[Request] = []
     for prompt, params in zip(case.prompts, asked, strict=True):
-        engine = make_engine(model, eos_token_ids=case.eos, max_model_len=80)
+        engine = make_engine(ready(model), eos_token_ids=case.eos, max_model_len=80)
         plain.append(engine.add(prompt, params, keep_scores=True))
         drain(engine)
     answers: Answers = {tuple(r.tokens[: r.prompt_len]): r.tokens[r.prompt_len :] for r in plain}
     engine = make_engine(
-        model,
+        ready(model),
         DRAFTERS[case.drafter](model, answers),
         eos_token_ids=case.eos,
         max_model_len=80,
