@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,30 +52,57 @@ def make_drafter(
         ConfigError: the name or an option is unknown, or one is missing or out of bounds.
         CheckpointError: the drafter's weights can't be read or belong to another model.
     """
+    if not isinstance(spec, (str, Path, PreTrainedModel)):
+        return _checked(spec, options)
+    factory, given = _named(spec, options)
+    wanted = inspect.signature(factory).parameters.get("target")
+    if wanted is None:
+        return factory(**given)
+    if target is None and wanted.default is wanted.empty:
+        raise ConfigError("the drafter works with its target's weights or hidden states; pass the target")
+    return factory(target=target, **given)
+
+
+def check_drafter(spec: str | Path | PreTrainedModel | Drafter, **options: Any) -> None:
+    """Check what a user asked for as far as that takes neither a target nor weights: the name and the options' names.
+
+    Args:
+        spec, options: as for `make_drafter`.
+
+    Raises:
+        ConfigError: the name or an option is unknown, or one is missing.
+    """
+    if isinstance(spec, (str, Path, PreTrainedModel)):
+        _named(spec, options)
+    else:
+        _checked(spec, options)
+
+
+def _named(spec: str | Path | PreTrainedModel, options: dict[str, Any]) -> tuple[Factory, dict[str, Any]]:
+    """The factory of a drafter that is to be made, and its arguments besides the target."""
     if isinstance(spec, PreTrainedModel):
         spec, options = "draft_model", {"path": spec, **options}
-    if not isinstance(spec, (str, Path)):
-        return _checked(spec, options)
     first, plus, second = str(spec).partition("+")
     if plus and first.partition(":")[0] in DRAFTERS:
-        parts = make_drafter(first, target), make_drafter(second, target)
+        for part in (first, second):
+            _named(part, {})
         _check_options(str(spec), options, ["both"])
-        return HybridDrafter(*parts, **options)
+        return partial(_both, first, second), options
     name, path = _split(spec)
     if path is not None:
         options = {"path": path, **options}
     factory = DRAFTERS[name]()
-    accepted = inspect.signature(factory).parameters
-    _check_options(name, options, [option for option in accepted if option != "target"])
-    if "target" in accepted:
-        if target is None:
-            raise ConfigError(f"drafter {name!r} reads the target's hidden states; pass the target")
-        options["target"] = target
+    accepted = {option: p for option, p in inspect.signature(factory).parameters.items() if option != "target"}
+    _check_options(name, options, list(accepted))
     missing = [p.name for p in accepted.values() if p.default is p.empty and p.name not in options]
     if missing:
         hint = f': write "{name}:PATH"' if missing == ["path"] else ""
         raise ConfigError(f"drafter {name!r} needs {', '.join(missing)}{hint}")
-    return factory(**options)
+    return factory, options
+
+
+def _both(first: str, second: str, target: DraftTarget | None = None, **options: Any) -> Drafter:
+    return HybridDrafter(make_drafter(first, target), make_drafter(second, target), **options)
 
 
 def _split(spec: str | Path) -> tuple[str, str | None]:

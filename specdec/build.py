@@ -13,6 +13,8 @@ from specdec.drafters.registry import make_drafter
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
+from specdec.models.decoder import Decoder
+from specdec.models.hf import HFModel
 from specdec.models.load import make_target
 from specdec.verifier.rules import AcceptanceRule, make_rule
 
@@ -28,6 +30,7 @@ def build_engine(
     eos_token_ids: Collection[int] = (),
     num_real_tokens: int | None = None,
     seed: int | None = None,
+    packed: Decoder | HFModel | None = None,
 ) -> Engine:
     """Build the engine that runs a loaded model. The weights stay the model's own.
 
@@ -41,12 +44,13 @@ def build_engine(
         eos_token_ids: tokens that end an answer.
         num_real_tokens: ids from here on pad the vocabulary and are never emitted; None for no such ids.
         seed: of the seeds drawn for requests that have none.
+        packed: what `make_target` made of the model, where that is done already.
 
     Raises:
         UnsupportedModel, CheckpointError: the model or the heads can't be used.
         ConfigError: an option is unknown or out of bounds.
     """
-    packed = make_target(model)
+    packed = packed or make_target(model)
     target = DraftTarget(
         hidden_size=packed.hidden_size,
         vocab_size=packed.vocab_size,

@@ -14,7 +14,7 @@ from specdec.drafters.choices import as_choices, best_first_choices, default_acc
 from specdec.drafters.ngram import MAX_OCCURRENCES, NGramDrafter, NGramIndex, continuation
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import Drafter, DraftQuery, Observation
-from specdec.drafters.registry import DRAFTERS, make_drafter
+from specdec.drafters.registry import DRAFTERS, check_drafter, make_drafter
 from specdec.errors import ConfigError
 from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree
@@ -366,7 +366,9 @@ def test_registered_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ngram", {"num_speculative_tokens": 64}, "63"),
         ("ngram", {"prompt_lookup_min": 5}, "prompt_lookup_max.*from 5"),
         ("ngram", {"max_paths": "3"}, "max_paths"),
-        ("medusa", {}, "pass the target"),
+        ("medusa", {}, 'needs path: write "medusa:PATH"'),
+        ("medusa:folder", {}, "pass the target"),
+        ("ngram+medusa:folder", {}, "pass the target"),
         ("medusa:", {}, "no path"),
         (3, {}, "neither"),
         (NoDrafter(), {"k": 1}, "already made"),
@@ -375,3 +377,14 @@ def test_registered_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_names_and_options(spec: Any, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         make_drafter(spec, **options)
+
+
+@pytest.mark.parametrize("spec", ["none", "ngram", "early_exit", "medusa:nowhere", "ngram+draft_model:nowhere"])
+def test_names_are_checked_without_a_target_and_without_weights(spec: str) -> None:
+    check_drafter(spec)
+    check_drafter(NoDrafter())
+    with pytest.raises(ConfigError, match="has no option 'colour'"):
+        check_drafter(spec, colour="red")
+    for wrong in ("ngramm", "ngram+ngramm", "medusa", object()):
+        with pytest.raises(ConfigError):
+            check_drafter(wrong)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from threading import Thread
@@ -14,6 +15,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -21,16 +23,20 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
     TextIteratorStreamer,
     WatermarkingConfig,
 )
 
 import specdec
-from specdec.errors import ConfigError, UnsupportedModel
+from specdec.errors import CheckpointError, ConfigError, UnsupportedModel
+from specdec.hf import arguments
 from specdec.hf.accelerate import Accelerated
 from specdec.hf.fields import FOLLOWED, NOT_FOLLOWED, WITHOUT_EFFECT
 from tests.conftest import OLD_TRANSFORMERS, tiny_llama
 from tests.letters import letters
+from tests.own_forward import REFUSED, tiny
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
 
 VOCAB = 96
@@ -555,6 +561,7 @@ def outcome(model: PreTrainedModel, arguments: Any) -> tuple[Any, list[str]]:
 def test_what_only_transformers_does_goes_there_with_one_warning(ngram: Pair, reason: str, arguments: Any) -> None:
     expected, none = outcome(ngram.plain, arguments)
     got, ours = outcome(ngram.fast, arguments)
+    assert ngram.accelerated.completions == []
     assert not none and len(ours) == 1, ours
     assert any(part in ours[0].removeprefix(REASON) for part in reason.split("|")), ours
     if isinstance(expected, tuple) and isinstance(expected[0], type):
@@ -606,6 +613,92 @@ def test_a_changed_model_goes_to_transformers(change: Callable[[Any], object], r
     assert got.tolist() == plain.generate(ONE, max_new_tokens=9).tolist()
 
 
+# --- models that the engine can't run ---------------------------------------------------------------------------
+
+
+class Headless(LlamaForCausalLM):
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+class Echo(LlamaForCausalLM):
+    def generate(self, prompt: torch.Tensor, times: int, *, reverse: bool = False) -> list[int]:
+        return prompt[0].tolist()[:: -1 if reverse else 1] * times
+
+
+def t5() -> PreTrainedModel:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "initializer_factor": 4.0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, decoder_start_token_id=PAD, **sizes))
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def other_class(kind: type[LlamaForCausalLM]) -> PreTrainedModel:
+    model = make_model()
+    model.__class__ = kind
+    return model
+
+
+CANNOT_RUN: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "encoder-decoder": (t5, "T5ForConditionalGeneration .* can't be run: it is an encoder-decoder"),
+    "attention": (lambda: tiny(REFUSED["bloom"][0]()), f"BloomForCausalLM .*: .*{REFUSED['bloom'][1]}"),
+    "recurrent": (lambda: tiny(REFUSED["mamba"][0]()), "MambaForCausalLM .*: it keeps a recurrent state"),
+    "headless": (lambda: other_class(Headless), "Headless .* no language modelling head"),
+}
+
+
+@pytest.mark.parametrize("make, reason", CANNOT_RUN.values(), ids=CANNOT_RUN.keys())
+def test_a_model_that_the_engine_cannot_run_goes_to_transformers(make: Any, reason: str) -> None:
+    plain, fast = make(), make()
+    with specdec.accelerate(fast, num_blocks=64) as accelerated:
+        assert accelerated.engine is None
+        for options in ({}, {"do_sample": True}, {"num_beams": 2}, {"output_scores": True}):
+            expected, _ = outcome(plain, options)
+            got, (warning,) = outcome(fast, options)
+            assert re.fullmatch(f"{REASON}.*{reason}.*", warning)
+            assert got.tolist() == expected.tolist() and len(got[0].unique()) > 3
+        with pytest.warns(UserWarning, match=reason):
+            assert (
+                accelerated.generate(ONE, max_new_tokens=9).tolist() == plain.generate(ONE, max_new_tokens=9).tolist()
+            )
+        assert accelerated.completions == []
+        with pytest.raises(ConfigError, match="accelerated already"):
+            specdec.accelerate(fast)
+    assert "generate" not in vars(fast)
+
+
+def test_a_generate_of_its_own_gets_its_own_arguments() -> None:
+    model = other_class(Echo)
+    with (
+        specdec.accelerate(model),
+        pytest.warns(UserWarning, match=f"{REASON}Echo has a generate of its own") as caught,
+    ):
+        assert model.generate(ONE[:, :2], 2, reverse=True) == [4, 3, 4, 3]
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_a_transformers_without_the_parts_that_prepare_a_call_runs_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "_PREPARING", ("_prepare_generation_config", "_prepare_dinner"))
+    model = make_model()
+    with specdec.accelerate(model), pytest.warns(UserWarning, match=f"{REASON}this version .* has no _prepare_dinner,"):
+        assert model.generate(ONE, max_new_tokens=9).tolist() == make_model().generate(ONE, max_new_tokens=9).tolist()
+
+
+def test_what_is_asked_for_wrongly_is_an_error_for_such_a_model_too() -> None:
+    wrong = {
+        "no option 'num_block'": {"num_block": 4},
+        "unknown drafter 'engram'": {"drafter": "engram"},
+        "no option 'width'": {"drafter": "ngram", "drafter_options": {"width": 3}},
+    }
+    model = t5()
+    for message, options in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            specdec.accelerate(model, **options)
+    assert "generate" not in vars(model)
+
+
 # --- accelerate and restore -------------------------------------------------------------------------------------
 
 
@@ -655,10 +748,16 @@ def test_what_cannot_be_accelerated() -> None:
         specdec.accelerate("smollm2-135m")
     with pytest.raises(UnsupportedModel, match="Linear is no transformers model"):
         specdec.accelerate(torch.nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModel, match="LlamaModel has no generate; load it with its head"):
+        specdec.accelerate(make_model().model)
     with pytest.raises(ConfigError, match="accelerate has no option 'num_block'; did you mean 'num_blocks'"):
         specdec.accelerate(make_model(), num_block=4)
     with pytest.raises(ConfigError, match="unknown drafter 'engram'"):
         specdec.accelerate(make_model(), "engram")
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        specdec.accelerate(make_model(), "medusa:/no/such/folder")
+    with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration .* an encoder-decoder"):
+        specdec.accelerate(make_model(), t5())  # the drafter's fault, not the model's
 
 
 def test_the_signature_is_transformers_own(fast: PreTrainedModel) -> None:

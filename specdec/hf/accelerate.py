@@ -11,13 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.build import build_engine, engine_config
 from specdec.drafters.protocol import Drafter
+from specdec.drafters.registry import check_drafter
+from specdec.engine.engine import Engine
 from specdec.engine.request import Request
-from specdec.errors import ConfigError, InvalidRequest
+from specdec.errors import ConfigError, InvalidRequest, UnsupportedModel
 from specdec.hf.arguments import check_transformers, read_call
 from specdec.hf.call import Call, Given, NotOurs
 from specdec.hf.criteria import row_stopping
 from specdec.hf.results import assemble
 from specdec.hub.load import load
+from specdec.models.load import make_target
 from specdec.outputs import Completion
 
 
@@ -28,19 +31,26 @@ class Accelerated:
 
     Args:
         model: the model, its weights shared with the engine.
-        engine: runs the calls; its blocks persist between them.
+        engine: runs the calls; its blocks persist between them. None if it can't run the model.
         tokenizer: for stop strings where a call brings none.
+        reason: why there is no engine.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: Engine | None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reason: str = "",
+    ) -> None:
         self.model, self.engine = model, engine
         self.completions: list[Completion] = []
-        """How the rows of the last call that the engine ran went; see `Completion.stats`."""
-        self._tokenizer = tokenizer
+        """How the rows of the last call went, see `Completion.stats`; empty if transformers ran it."""
+        self._tokenizer, self._reason = tokenizer, reason
         self._replaced = vars(model).get("generate")
         self._original: Any = model.generate
         self._storage = _storage(model)
-        model.generate = self.generate
+        model.generate = self._pass_on if engine is None else self.generate
 
     def restore(self) -> None:
         """Give the model its own `generate` back."""
@@ -97,11 +107,12 @@ class Accelerated:
             kwargs=kwargs,
         )
         state = torch.get_rng_state()
+        self.completions = []
         try:
-            self._check_model()
-            limit = self.engine.limits.max_model_len
-            call = read_call(self.model, given, self._tokenizer, self.engine.model.vocab_size, limit)
-            requests = self._run(call)
+            engine = self._check_model()
+            limit = engine.limits.max_model_len
+            call = read_call(self.model, given, self._tokenizer, engine.model.vocab_size, limit)
+            requests = self._run(engine, call)
         except NotOurs as reason:
             why = str(reason)
         else:
@@ -109,20 +120,25 @@ class Accelerated:
                 warnings.warn(call.warning, UserWarning, stacklevel=3)
             self.completions = [request.completion() for request in requests]
             return assemble(call, requests)
-        warnings.warn(f"transformers' own generate runs this call: {why}", UserWarning, stacklevel=3)
+        _warn(why, stacklevel=4)
         torch.set_rng_state(state)  # as if nothing had been drawn
         return self._original(**given.as_arguments())
 
-    def _run(self, call: Call) -> list[Request]:
+    def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for `generate` where there is no engine: models of other kinds name other arguments."""
+        _warn(self._reason, stacklevel=3)
+        return self._original(*args, **kwargs)
+
+    def _run(self, engine: Engine, call: Call) -> list[Request]:
         """Run the rows to their ends; blocks are free again whatever happens."""
         requests: list[Request] = []
         try:
-            self._add(call, requests)
+            self._add(engine, call, requests)
             num_streamed = 0
             if call.streamer is not None:
                 call.streamer.put(call.input_ids.cpu())
             while any(request.finish_reason is None for request in requests):
-                self.engine.step()
+                engine.step()
                 if call.streamer is not None:
                     for token in requests[0].tokens[requests[0].prompt_len + num_streamed :]:
                         call.streamer.put(torch.tensor([token]))
@@ -132,26 +148,29 @@ class Accelerated:
             return requests
         finally:
             for request in requests:
-                self.engine.abort(request)
+                engine.abort(request)
 
-    def _add(self, call: Call, requests: list[Request]) -> None:
+    def _add(self, engine: Engine, call: Call, requests: list[Request]) -> None:
         """Queue the rows, each as soon as it is admitted, into `requests`."""
         stopping = row_stopping(call, call.input_ids.device)
-        keep = {"keep_scores": call.output_scores, "keep_logits": call.output_logits}
+        scores, logits = call.output_scores, call.output_logits
         try:
             for prompt, params in zip(call.prompts, call.params, strict=True):
-                requests.append(self.engine.add(prompt, params, stopping=stopping, **keep))
+                requests.append(engine.add(prompt, params, stopping=stopping, keep_scores=scores, keep_logits=logits))
         except InvalidRequest as error:
             raise NotOurs(str(error)) from error
 
-    def _check_model(self) -> None:
-        """Refuse a call that the engine would answer by other weights or without what the user hung into the model."""
+    def _check_model(self) -> Engine:
+        """Return the engine, unless it would answer by other weights or without what the user hung into the model."""
+        if self.engine is None:
+            raise NotOurs(self._reason)
         if self.model.training:
             raise NotOurs("the model is in training mode")
         if _storage(self.model) != self._storage:
             raise NotOurs("weights were moved or replaced since accelerate(); restore and accelerate the model again")
         if any(_hooked(module) for module in self.model.modules()):
             raise NotOurs("forward hooks are on the model")
+        return self.engine
 
 
 def accelerate(
@@ -165,7 +184,8 @@ def accelerate(
     """Make `model.generate` run through speculative decoding, with transformers' own arguments and results.
 
     The weights are shared, not copied, and the model's forward still works. What the engine can't do goes to
-    transformers' own `generate` with one `UserWarning` that names the reason. The results are the same, but for these:
+    transformers' own `generate` with one `UserWarning` that names the reason; so does every call of a model that it
+    can't run, e.g. an encoder-decoder. The results are the same, but for these:
 
     - Sampling follows the same distribution with other tokens: each row has its own seed, drawn from torch's global
       generator, so that `torch.manual_seed` makes it repeatable.
@@ -175,28 +195,40 @@ def accelerate(
     - `scores` and `logits` behind the end of a row are 0 for the padding token and -inf else.
     - The dictionary of `return_dict_in_generate` holds no cache.
 
+    Transformers' own ways to speculate are not combined with ours. A call with `prompt_lookup_num_tokens` is run with
+    the drafter given here, and a warning says so; one with `assistant_model` goes to transformers.
+
     Args:
-        model: a loaded model; it is put into evaluation mode.
+        model: a loaded model that has `generate`; it is put into evaluation mode.
         drafter: "none", "ngram", "medusa:PATH", the path of a heads folder, or a `Drafter`.
         tokenizer: for stop strings where a call brings none.
         drafter_options: keyword arguments of the drafter.
         engine_options: fields of `EngineConfig`: max_model_len, max_num_seqs, num_blocks, block_size, ….
 
     Returns:
-        A context manager that restores the model; `restore` does so too. Its `completions` tell how the last call went.
+        A context manager that restores the model; `restore` does so too. Its `completions` tell how the last call
+        went. Its `engine` is None where no call can be run by it.
 
     Raises:
-        UnsupportedModel, CheckpointError: the model or the heads can't be used.
-        ConfigError: the model is accelerated already, or an option is unknown or out of bounds.
+        UnsupportedModel: the model is no transformers model or has no `generate`, or a draft model can't be run.
+        CheckpointError: the heads or the draft model can't be read, or belong to another model.
+        ConfigError: the model is accelerated already, or the drafter or an option is unknown or out of bounds.
     """
     config = engine_config(engine_options, "accelerate")
     if isinstance(model, (str, os.PathLike)):
         raise ConfigError(f"accelerate takes a loaded model, not {str(model)!r}; LLM opens models by name")
     if _accelerated(model) is not None:
         raise ConfigError("the model is accelerated already; call specdec.restore(model) first")
+    check_drafter(drafter, **(drafter_options or {}))
     loaded = load(model, dtype="auto", device=getattr(model, "device", "cpu"), tokenizer=tokenizer)
-    check_transformers(loaded.model)
-    engine = build_engine(loaded.model, drafter, config, drafter_options=drafter_options)
+    if not hasattr(loaded.model, "generate"):
+        raise UnsupportedModel(f"{type(model).__name__} has no generate; load it with its head, e.g. as a causal LM")
+    try:
+        check_transformers(loaded.model)
+        packed = make_target(loaded.model)
+    except UnsupportedModel as reason:
+        return Accelerated(loaded.model, None, reason=str(reason))
+    engine = build_engine(loaded.model, drafter, config, drafter_options=drafter_options, packed=packed)
     return Accelerated(loaded.model, engine, loaded.tokenizer)
 
 
@@ -210,6 +242,10 @@ def restore(model: PreTrainedModel) -> None:
     if accelerated is None:
         raise ConfigError("the model isn't accelerated; specdec.accelerate(model) comes first")
     accelerated.restore()
+
+
+def _warn(reason: str, stacklevel: int) -> None:
+    warnings.warn(f"transformers' own generate runs this call: {reason}", UserWarning, stacklevel=stacklevel)
 
 
 def _accelerated(model: PreTrainedModel) -> Accelerated | None:

@@ -6,6 +6,8 @@ warnings are the same.
 
 from typing import Any
 
+from transformers import GenerationMixin
+
 from specdec.errors import UnsupportedModel
 from specdec.hf.call import Call, Given, NotOurs
 from specdec.hf.criteria import read_criteria
@@ -23,11 +25,13 @@ _NOT_FOLLOWED = ("assistant_model", "negative_prompt_ids", "negative_prompt_atte
 
 
 def check_transformers(model: Any) -> None:
-    """Check that the parts of transformers that prepare a call are there.
+    """Check that the model's `generate` is transformers' usual one, and that its parts that prepare a call are there.
 
     Raises:
-        UnsupportedModel: this version lacks one.
+        UnsupportedModel: the class has a `generate` of its own, or this version lacks a part.
     """
+    if getattr(type(model), "generate", None) is not GenerationMixin.generate:
+        raise UnsupportedModel(f"{type(model).__name__} has a generate of its own, which does something else")
     missing = [name for name in _PREPARING if not hasattr(model, name)]
     if missing:
         raise UnsupportedModel(

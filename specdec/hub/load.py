@@ -55,7 +55,7 @@ def load(
     Args:
         model: a name that `specdec pull` knows (fetched when it isn't yet), a folder, a hub id, or a model in memory.
             The last is moved to `device` and, unless `dtype` is "auto", to `dtype`; whether its parameters take
-            gradients stays as it was.
+            gradients stays as it was, and whether it can be run is `make_target`'s to say.
         dtype: of the weights, e.g. `torch.bfloat16`; "auto" takes the checkpoint's own.
         device: where the weights go.
         tokenizer: an object, folder or hub id to use in place of the checkpoint's own tokenizer.
@@ -67,7 +67,8 @@ def load(
         ModelNotFound: neither a known name, a folder, nor a hub id that can be reached.
         DownloadError: a known model could not be fetched.
         CheckpointError: pickled, torn, incomplete or ill-fitting weights, a broken config or tokenizer.
-        UnsupportedModel: not a decoder-only language model, or one that needs its own code.
+        UnsupportedModel: a checkpoint of no decoder-only language model, or one that needs its own code; an object
+            that is no transformers model.
     """
     if not isinstance(model, (str, os.PathLike)):
         return Loaded(_in_memory(model, dtype, device), _given_tokenizer(tokenizer), _name_in_memory(model))
@@ -204,8 +205,6 @@ def _in_memory(model: "PreTrainedModel", dtype: DType, device: torch.device | st
 
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(f"{type(model).__name__} is no transformers model; merge an adapter into its base first")
-    if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
-        raise UnsupportedModel(f"{type(model).__name__} is no decoder-only language model with a head")
     if dtype != "auto":
         model = model.to(dtype=dtype)
     return model.to(device).eval()
