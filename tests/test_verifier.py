@@ -5,10 +5,8 @@ right implementation with other constants would fail.
 """
 
 import math
-import os
 import random
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -29,6 +27,7 @@ from specdec.verifier import rules
 from specdec.verifier.processors import NodeContext, process_logits
 from specdec.verifier.rules import RULES, Accepted, CoupledRule, TypicalRule, VerifyQuery, choose, make_rule
 from specdec.verifier.tree import MAX_NODES, TokenTree, chain_parents, merge_paths
+from tests.kernels import DEVICE
 
 V = 16
 FALSE_FAILURE_RATE = 1e-6
@@ -82,9 +81,9 @@ def kernel(out, seed, position, n: tl.constexpr):
     tl.store(out + 4 * i + 3, d.to(tl.int64))
 
 for seed, position in ((0, 0), (1, 2), (2**63 - 1, 7), (2**31, 2**31 - 1), (2**32 - 1, 5)):
-    out = torch.empty(1024, dtype=torch.int64)
+    out = torch.empty(1024, dtype=torch.int64, device=device)
     kernel[(1,)](out, seed, position, 256)
-    torch.testing.assert_close(out, philox_uint32(torch.tensor([seed]), torch.tensor([position]), 1024)[0])
+    torch.testing.assert_close(out.cpu(), philox_uint32(torch.tensor([seed]), torch.tensor([position]), 1024)[0])
 """
 
 
@@ -92,9 +91,7 @@ def test_words_are_those_of_triton(tmp_path):
     pytest.importorskip("triton")
     script = tmp_path / "kernel.py"  # a jitted function must live in a file
     script.write_text(TRITON_SCRIPT)
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    runpy.run_path(str(script), {"device": DEVICE})
 
 
 def test_noise_is_the_double_logarithm_of_the_word_and_can_be_drawn_for_some_ids_alone():
@@ -375,10 +372,16 @@ def joint_fit(rule, draft: Draft, asked: dict[str, float], samples: int = 8000) 
     return fit(torch.bincount(outcomes, minlength=V**3), exact)
 
 
-@pytest.mark.parametrize("asked", SAMPLING)
-@pytest.mark.parametrize("draft", [no_draft, greedy_draft, random_chain])
+@pytest.mark.parametrize(
+    ("draft", "asked"),
+    [(no_draft, SAMPLING[0]), (greedy_draft, SAMPLING[0]), (greedy_draft, SAMPLING[1]), (random_chain, SAMPLING[1])],
+)
 def test_three_tokens_follow_the_targets_joint_distribution(draft, asked):
     assert joint_fit(CoupledRule(), draft, asked) > FALSE_FAILURE_RATE
+
+
+FEWER = 4000
+"""Half the draws are enough to catch what is wrong."""
 
 
 def always_the_first_child(tree, logits, queries, num_real_tokens):
@@ -390,17 +393,17 @@ def always_the_first_child(tree, logits, queries, num_real_tokens):
 
 
 def test_the_same_test_catches_accepting_the_first_child_always():
-    assert joint_fit(always_the_first_child, greedy_draft, SAMPLING[0]) < FALSE_FAILURE_RATE
+    assert joint_fit(always_the_first_child, greedy_draft, SAMPLING[0], FEWER) < FALSE_FAILURE_RATE
 
 
 def test_the_same_test_catches_the_lossy_rule():
-    assert joint_fit(TypicalRule(), greedy_draft, SAMPLING[0]) < FALSE_FAILURE_RATE
+    assert joint_fit(TypicalRule(), greedy_draft, SAMPLING[0], FEWER) < FALSE_FAILURE_RATE
 
 
 @pytest.mark.parametrize("position", [lambda n: n.query.num_output, lambda n: len(n.path)])
 def test_the_same_test_catches_noise_drawn_at_another_position(monkeypatch, position):
     monkeypatch.setattr(NodeContext, "position", property(position))
-    assert joint_fit(CoupledRule(), greedy_draft, SAMPLING[0]) < FALSE_FAILURE_RATE
+    assert joint_fit(CoupledRule(), greedy_draft, SAMPLING[0], FEWER) < FALSE_FAILURE_RATE
 
 
 # --- lossless: the tokens (a3, c2, i3) ----------------------------------------------------------------------
@@ -431,7 +434,7 @@ def oracle(expected: Sequence[int]) -> Draft:
 @pytest.mark.parametrize("params", REQUESTS)
 def test_tokens_never_depend_on_the_tree(params):
     expected = plain(params)
-    drafts = [random_tree] * 12 + [random_chain] * 2 + [widest_tree, greedy_draft] + [oracle(expected)] * 4
+    drafts = [random_tree] * 6 + [random_chain, widest_tree, greedy_draft] + [oracle(expected)] * 2
     for seed, draft in enumerate(drafts):
         outputs, num_steps = TableModel().decode(CoupledRule(), [params], draft, 40, seed)
         assert outputs[0][:40] == expected
@@ -441,8 +444,8 @@ def test_tokens_never_depend_on_the_tree(params):
 @pytest.mark.parametrize("draft", [no_draft, random_tree, greedy_draft])
 def test_a_seed_repeats_its_tokens_alone_and_in_any_batch(draft):
     expected = [plain(params) for params in REQUESTS]
-    for seed in range(10):
-        order = random.Random(seed).choices(range(len(REQUESTS)), k=1 + seed % 6)
+    for seed in range(6):
+        order = random.Random(seed).choices(range(len(REQUESTS)), k=1 + seed)
         outputs, _ = TableModel().decode(CoupledRule(), [REQUESTS[i] for i in order], draft, 40, seed)
         assert [output[:40] for output in outputs] == [expected[i] for i in order]
 
