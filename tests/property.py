@@ -166,7 +166,8 @@ def check(case: Case) -> None:
     drain(engine)
     for want, got in zip(plain, together, strict=True):
         assert (got.tokens, got.finish_reason, got.stop_reason) == (want.tokens, want.finish_reason, want.stop_reason)
-        torch.testing.assert_close(torch.cat(got.scores), torch.cat(want.scores), rtol=0, atol=1e-8)
+        tolerance = 1e-5 if case.family in REQUIRED else 1e-8  # transformers' norms and routers round to fp32
+        torch.testing.assert_close(torch.cat(got.scores), torch.cat(want.scores), rtol=0, atol=tolerance)
 
 
 def _consistent(params: dict[str, object]) -> dict[str, object]:
