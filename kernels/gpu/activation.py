@@ -16,7 +16,8 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
+    """Apply an activation to x, fp32 or fp64."""
     if ACTIVATION == "relu":
         return tl.where(x <= 0, 0.0, x)  # NaN stays NaN, as in torch
     elif ACTIVATION == "gelu":
@@ -38,7 +39,7 @@ def _act_mul_kernel(
     mask = col < WIDTH
     gate = tl.load(gate_up_ptr + row * gate_up_row + col, mask=mask, other=0)
     up = tl.load(gate_up_ptr + row * gate_up_row + WIDTH + col, mask=mask, other=0)
-    activated = _activate(gate.to(WIDE), ACTIVATION).to(gate.dtype)
+    activated = activate(gate.to(WIDE), ACTIVATION).to(gate.dtype)
     out = (activated.to(WIDE) * up.to(WIDE)).to(gate.dtype)
     tl.store(out_ptr + row * WIDTH + col, out, mask=mask)
 
