@@ -82,22 +82,24 @@ def _tiles(rows: int) -> list[Tile]:
         large = [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3)]
         return [Tile(*t) for t in large]
     m = 16 if rows <= 16 else 64
-    return [Tile(m, out, k, w, s) for out in (16, 32, 64, 128) for k in (64, 128, 256) for w, s in ((4, 3), (4, 5), (8, 4))
+    return [Tile(m, out, k, w, s) for out in (16, 32, 64, 128) for k in (64, 128, 256) for w, s in ((4, 4), (8, 3))
             if (m + out) * k * 2 * s < 200_000]
 
 
 @main.command()
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 @click.option("--rows", default="1,16,64,4096")
-@click.option("--only", default="8B,SmolLM2")
+@click.option("--only", default="", help="Comma-separated, e.g. 8B:qkv; all by default.")
 @click.option("--search/--no-search", default=False, help="Try many tiles instead of the chosen one.")
 def products(path: str | None, rows: str, only: str, search: bool) -> None:
     """Matrix products against cuBLAS."""
     bandwidth = copy_bandwidth()
     click.echo(f"copy {bandwidth:.2f} TB/s")
     out_rows: list[dict[str, object]] = []
-    for model in only.split(","):
+    for model in MODELS:
         for name, (out, k) in MODELS[model].items():
+            if only and f"{model}:{name}" not in only.split(","):
+                continue
             copies = max(2, min(60, 4 * CACHE // (out * k * 2)))
             weights = [torch.randn(out, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for _ in range(copies)]
             for n in map(int, rows.split(",")):
