@@ -11,7 +11,9 @@ from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
 from specdec.drafters.protocol import Drafter, DraftQuery, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
+from specdec.engine.budget import NodeBudget
 from specdec.engine.config import EngineConfig, resolve_limits
+from specdec.engine.cost import CostTable
 from specdec.engine.emit import check_tree, deliver
 from specdec.engine.packing import Packed, pack
 from specdec.engine.request import ABORT, Request, Stopping
@@ -35,6 +37,7 @@ class Engine:
         eos_token_ids: tokens that end an answer.
         num_real_tokens: ids from here on pad the vocabulary and are never emitted.
         seed: of the seeds that are drawn for requests without one; None draws from the system.
+        cost_table: measured step times, which set the trees' node budgets; None gives each all that `config` allows.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Engine:
         eos_token_ids: Collection[int] = (),
         num_real_tokens: int | None = None,
         seed: int | None = None,
+        cost_table: CostTable | None = None,
     ) -> None:
         self.model, self.drafter, self.rule, self.config = model, drafter, rule, config
         self.limits = resolve_limits(config, model.kv_layout, model.max_len)
@@ -55,7 +59,8 @@ class Engine:
         self.pages = KVPages(model.kv_layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
             drafter.attach(self.pages)
-        self.scheduler = Scheduler(config, self.pool)
+        self.node_budget = NodeBudget(cost_table, config.max_nodes)
+        self.scheduler = Scheduler(config, self.pool, self.node_budget)
         self.num_steps = 0
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
@@ -126,6 +131,7 @@ class Engine:
         self._commit(plan, packed, accepted, hidden)
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
             deliver(item.request, result, tree, b, logits, self.drafter.name)
+            self.node_budget.observe(item.request, item.max_nodes)
             if item.request.finish_reason is not None:
                 self._retire(item.request)
         self.num_steps += 1
@@ -161,6 +167,7 @@ class Engine:
 
     def _retire(self, request: Request) -> None:
         self.scheduler.release(request)
+        self.node_budget.forget(request.id)
         self.drafter.forget([request.id])
 
 

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specdec.cache.blocks import BlockPool
+from specdec.engine.budget import NodeBudget
 from specdec.engine.config import EngineConfig
 from specdec.engine.request import Request
 
@@ -42,11 +43,13 @@ class Scheduler:
     Args:
         config: budgets.
         pool: the blocks to reserve from.
+        node_budget: how many nodes pay for themselves.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, node_budget: NodeBudget) -> None:
         self.config = config
         self.pool = pool
+        self.node_budget = node_budget
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -94,6 +97,8 @@ class Scheduler:
         rows = min(request.num_pending, budget)
         reaches_root = rows == request.num_pending
         max_nodes = min(max_nodes, budget - rows + 1) if reaches_root else 0
+        if max_nodes > 1:
+            max_nodes = min(max_nodes, self.node_budget.limit(request, len(self.running)))
         if reaches_root and request.params.max_new_tokens - request.num_output == 1:
             max_nodes = 1  # the choice at the root is the last token
         spare = max(max_nodes - 1, 0)
