@@ -25,7 +25,13 @@ from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
 CACHE = 50 << 20
 """Bytes of the second-level cache: inputs rotate over several times as much."""
 MODELS = {
-    "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
+    "8B": {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "head": (128256, 4096),
+    },
     "SmolLM2": {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)},
 }
 
@@ -79,11 +85,22 @@ def main() -> None:
 
 def _tiles(rows: int) -> list[Tile]:
     if rows > 64:
-        large = [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3)]
+        large = [
+            (128, 256, 64, 8, 3),
+            (128, 256, 64, 8, 4),
+            (128, 128, 64, 8, 4),
+            (128, 128, 64, 4, 4),
+            (256, 128, 64, 8, 3),
+        ]
         return [Tile(*t) for t in large]
     m = 16 if rows <= 16 else 64
-    return [Tile(m, out, k, w, s) for out in (16, 32, 64, 128) for k in (64, 128, 256) for w, s in ((4, 4), (8, 3))
-            if (m + out) * k * 2 * s < 200_000]
+    return [
+        Tile(m, out, k, w, s)
+        for out in (16, 32, 64, 128)
+        for k in (64, 128, 256)
+        for w, s in ((4, 4), (8, 3))
+        if (m + out) * k * 2 * s < 200_000
+    ]
 
 
 @main.command()
@@ -115,7 +132,11 @@ def products(path: str | None, rows: str, only: str, search: bool) -> None:
                 chosen = tile_of(n, out // (2 if gated else 1), k, 2 if gated else 1)
                 row["ours"] = round(timed([lambda w=w, o=ours, c=chosen: o(c, w) for w in use]), 2)
                 if n == 1:
-                    call = (lambda w, x=x: fast.gated_linear(x, w, None, "silu")) if gated else (lambda w, x=x: fast.linear(x, w))
+                    call = (
+                        (lambda w, x=x: fast.gated_linear(x, w, None, "silu"))
+                        if gated
+                        else (lambda w, x=x: fast.linear(x, w))
+                    )
                     row["gemv"] = round(timed([lambda w=w, c=call: c(w) for w in use]), 2)
                 if search:
                     found = {}
@@ -160,7 +181,15 @@ def attention(path: str | None) -> None:
     """Tree attention of 8 key heads, D 128, group 4, against the copy and torch's SDPA."""
     bandwidth = copy_bandwidth()
     rows: list[dict[str, object]] = []
-    for num_sequences, context, nodes in ((8, 32768, 1), (1, 32768, 64), (1, 32768, 16), (1, 1024, 1), (1, 1024, 16), (1, 1024, 64), (64, 512, 1)):
+    for num_sequences, context, nodes in (
+        (8, 32768, 1),
+        (1, 32768, 64),
+        (1, 32768, 16),
+        (1, 1024, 1),
+        (1, 1024, 16),
+        (1, 1024, 64),
+        (64, 512, 1),
+    ):
         meta = metadata(num_sequences, context, nodes)
         num_blocks = meta.block_table.numel()
         copies = max(2, min(24, -(-4 * CACHE // (num_blocks * 16 * 8 * 128 * 4))))
@@ -173,12 +202,16 @@ def attention(path: str | None) -> None:
         gathered = [p.flatten(1, 2)[:, keys].transpose(2, 3).contiguous() for p in pages]  # [2, B, 8, keys, D]
         qs = q.view(num_sequences, nodes, 32, 128).transpose(1, 2).contiguous()
 
-        def sdpa(kv: torch.Tensor, qs: torch.Tensor = qs, mask: torch.Tensor = mask, nodes: int = nodes) -> torch.Tensor:
+        def sdpa(
+            kv: torch.Tensor, qs: torch.Tensor = qs, mask: torch.Tensor = mask, nodes: int = nodes
+        ) -> torch.Tensor:
             return F.scaled_dot_product_attention(
                 qs, kv[0], kv[1], None if nodes == 1 else mask, scale=scale, enable_gqa=True
             )
 
-        def folded(kv: torch.Tensor, qs: torch.Tensor = qs, mask: torch.Tensor = mask, nodes: int = nodes) -> torch.Tensor:
+        def folded(
+            kv: torch.Tensor, qs: torch.Tensor = qs, mask: torch.Tensor = mask, nodes: int = nodes
+        ) -> torch.Tensor:
             """Grouped heads as rows of one key head's attention: what a hand would write for SDPA."""
             rows = qs.view(len(qs), 8, 4 * nodes, 128)
             return F.scaled_dot_product_attention(

@@ -51,7 +51,7 @@ def build_engine(
         UnsupportedModel, CheckpointError: the model or the heads can't be used.
         ConfigError: an option is unknown or out of bounds, or the file of the cost table is broken.
     """
-    packed = make_target(model)
+    packed = make_target(model, config.deterministic)
     target = DraftTarget(
         hidden_size=packed.hidden_size,
         vocab_size=packed.vocab_size,
@@ -71,22 +71,23 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         num_real_tokens=min(packed.vocab_size, num_real_tokens or packed.vocab_size),
         seed=seed,
-        cost_table=_cost_table(cost_table, model),
+        cost_table=_cost_table(cost_table, model, config.deterministic),
     )
 
 
-def cost_key(model: PreTrainedModel) -> CostKey:
+def cost_key(model: PreTrainedModel, deterministic: bool = True) -> CostKey:
     """Return what a cost table must have been measured for to be true of a model as it is loaded here."""
     dtype = str(model.dtype).removeprefix("torch.")
-    return CostKey(base_fingerprint(model), device_name(model.device), dtype, str(torch.__version__))
+    name = device_name(model.device)
+    return CostKey(base_fingerprint(model), name, dtype, str(torch.__version__), deterministic)
 
 
-def _cost_table(given: object, model: PreTrainedModel) -> CostTable | None:
+def _cost_table(given: object, model: PreTrainedModel, deterministic: bool) -> CostTable | None:
     if given is None or isinstance(given, CostTable):
         return given
     if given != "auto":
         raise ConfigError(f'cost_table must be a CostTable, "auto" or None, not {given!r}')
-    return find_table(cost_key(model))
+    return find_table(cost_key(model, deterministic))
 
 
 def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:

@@ -27,15 +27,24 @@ class Tile:
 
 
 def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1) -> Tile:
-    """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k], as measured on an H100."""
+    """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k].
+
+    Measured on an H100 with weights that come from memory: `benchmarks/kernels_gpu.py products --search` tries many.
+    """
     if num_rows > 64:
-        return Tile(128, 256 // num_weights, 64, 8, 3)
+        return Tile(128, 256, 64, 8, 3) if num_weights == 1 else Tile(128, 128, 64, 8, 4)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    width = 16
-    while width < 64 // num_weights and out // (2 * width) >= 128:
-        width *= 2
-    step = 128 if k >= 1024 else 64
-    return Tile(rows, width, step, 4, 5 if rows <= 32 else 4)
+    if out * num_weights >= 32768 and k < 1024:  # a small model's head
+        return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
+    if k < 2048:
+        return Tile(rows, 16 if rows == 64 or k > 1024 else 32, 256 if k > 1024 else 128, 4, 4)
+    if rows < 64:
+        return Tile(rows, 64 // num_weights, 256, 4, 4 if rows == 16 else 3)
+    if num_weights == 2:
+        return Tile(64, 64, 128, 4, 4)
+    if out >= 32768:
+        return Tile(64, 128, 128, 8, 3)
+    return Tile(64, 64, 128, 4, 4) if out > 4096 else Tile(64, 32, 256, 4, 4)
 
 
 @triton.jit

@@ -63,7 +63,9 @@ class HFModel:
         Returns:
             [N, hidden_size], what the model's head scores.
         """
-        answers = {layer.module: PagedAttention(i, layer, batch, pages, self.ops) for i, layer in enumerate(self._layers)}
+        answers = {
+            layer.module: PagedAttention(i, layer, batch, pages, self.ops) for i, layer in enumerate(self._layers)
+        }
         positions = batch.attention.positions[None]
         with answering(self._configs, PACKED, answers):
             output = self._body(input_ids=batch.input_ids[None], position_ids=positions, use_cache=False)
@@ -128,7 +130,13 @@ class PagedAttention:
         self.ops.kv_write(k, v, k_pages, v_pages, self.batch.slot_mapping)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = self.ops.tree_attention(
-            q.contiguous(), k_pages, v_pages, self.batch.attention, scale=scale, window=self.layer.window, softcap=softcap
+            q.contiguous(),
+            k_pages,
+            v_pages,
+            self.batch.attention,
+            scale=scale,
+            window=self.layer.window,
+            softcap=softcap,
         )
         return out[None, ..., : self.layer.v_dim]
 
