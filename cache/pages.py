@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.kernels.commit import kv_commit
+from specdec.kernels.ops import choose_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class KVPages:
         self.block_size = block_size
         shape = (layout.num_layers, 2, num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
         self._storage = torch.empty(shape, dtype=layout.dtype, device=device)
+        self._kv_commit = choose_ops(device, layout.dtype).kv_commit
         self.k = [layer[0] for layer in self._storage]  # each [num_blocks, block_size, num_kv_heads, D]
         self.v = [layer[1] for layer in self._storage]
 
@@ -58,4 +59,12 @@ class KVPages:
         if not src:
             return
         moves = torch.tensor([src, dst], device=self._storage.device)
-        kv_commit(self._storage.flatten(2, 3), moves[0], moves[1])
+        self.commit_slots(moves[0], moves[1])
+
+    def commit_slots(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Move slots as `commit` does, without asking the host.
+
+        Args:
+            src, dst: [M] or [B, n] int64; -1 moves nothing.
+        """
+        self._kv_commit(self._storage.flatten(2, 3), src, dst)

@@ -6,8 +6,6 @@ Our folder holds `config.json` and `heads.safetensors`. Knows no requests and no
 
 import hashlib
 import json
-import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from specdec.drafters.layouts import MEDUSA_FILES, check_tensors, medusa_weights
 from specdec.drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.drafters.protocol import DraftTarget
 from specdec.errors import CheckpointError, ConfigError
+from specdec.hub.cache import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,14 +68,14 @@ def save_heads(heads: MedusaHeads, path: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
     metadata = {"format": FORMAT, "base_fingerprint": heads.config.base_fingerprint}
-    _replace(folder / WEIGHTS_FILE, lambda file: save_file(state, file, metadata))
+    replace_file(folder / WEIGHTS_FILE, lambda file: save_file(state, file, metadata))
     save_config(heads.config, folder)
 
 
 def save_config(config: HeadsConfig, path: str | Path) -> None:
     """Write the config of a heads folder alone, in one atomic step: for another tree beside the same weights."""
     text = json.dumps({"format": FORMAT, "kind": KIND, "version": VERSION} | asdict(config), indent=2)
-    _replace(Path(path) / CONFIG_FILE, lambda file: file.write_text(text + "\n", encoding="utf-8"))
+    replace_file(Path(path) / CONFIG_FILE, lambda file: file.write_text(text + "\n", encoding="utf-8"))
 
 
 def load_heads(
@@ -197,15 +196,3 @@ def _check_target(config: HeadsConfig, target: DraftTarget, path: Path, check_ba
             "were trained on another base; train heads for this one, or pass check_base=False if it is the same model "
             "in another precision"
         )
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside its place, flush it to the disk, then move it there: a reader sees the old or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

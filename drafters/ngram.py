@@ -7,12 +7,17 @@ Source: Saxena, "Prompt Lookup Decoding" (2023), with a tree of several occurren
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from specdec.drafters.protocol import DraftQuery, Observation
 from specdec.errors import ConfigError
+from specdec.kernels.ngram import MAX_LOOKUP
 from specdec.verifier.tree import MAX_NODES, TokenTree, merge_paths
 
 MAX_OCCURRENCES = 8
 """How many earlier occurrences are looked at for distinct continuations."""
+DEVICE_NODES = 16
+"""Nodes of a chain that is drafted on the device, if the options don't ask for more."""
 MIN_CHANCE = 0.125
 """Draft as deep as the chance that a token is reached and right stays at least this."""
 LEARNING_RATE = 0.25
@@ -100,6 +105,7 @@ class NGramDrafter:
 
     name = "ngram"
     reads_hidden = False
+    chains_only = True
 
     def __init__(
         self,
@@ -129,6 +135,20 @@ class NGramDrafter:
         """Drop the indexes of these requests."""
         for request_id in request_ids:
             self._states.pop(request_id, None)
+
+    def max_device_nodes(self) -> int:
+        """Return the most nodes of a chain, root included: on a device that drafts, rows cost next to nothing."""
+        return max(DEVICE_NODES, self._num_speculative_tokens + 1)
+
+    def draft_on_device(
+        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return a chain of what followed the longest, most recent match; see `DraftsOnDevice`."""
+        from specdec.kernels.gpu.ngram import ngram_chain
+
+        longest = min(self._lengths[0], MAX_LOOKUP)
+        tokens, parents, drafted, _ = ngram_chain(history, lengths, num_nodes, longest, min(self._lengths[-1], longest))
+        return tokens, parents, drafted
 
     def _grow(self, query: DraftQuery) -> tuple[list[int], list[int]]:
         tokens = query.tokens

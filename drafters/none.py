@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+import torch
+
 from specdec.drafters.protocol import DraftQuery, Observation
 from specdec.verifier.tree import TokenTree
 
@@ -11,6 +13,7 @@ class NoDrafter:
 
     name = "none"
     reads_hidden = False
+    chains_only = True
 
     def propose(self, queries: Sequence[DraftQuery]) -> TokenTree:
         """Return one root a query."""
@@ -21,3 +24,15 @@ class NoDrafter:
 
     def forget(self, request_ids: Collection[int]) -> None:
         """Nothing to drop."""
+
+    def max_device_nodes(self) -> int:
+        """Return 1: the root."""
+        return 1
+
+    def draft_on_device(
+        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the roots; see `DraftsOnDevice`."""
+        roots = history.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).to(torch.int64)
+        tokens = torch.nn.functional.pad(roots, (0, num_nodes - 1))
+        return tokens, tokens.new_full(tokens.shape, -1), (lengths > 0).to(torch.int32)

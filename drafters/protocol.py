@@ -105,3 +105,35 @@ class UsesCache(Protocol):
     def attach(self, pages: KVPages) -> None:
         """Take the target's pages; layers of its own get pages of as many blocks of the same size."""
         ...
+
+
+@runtime_checkable
+class DraftsOnDevice(Protocol):
+    """What a drafter has besides that can draft from tensors alone, so that its drafts are part of a captured step.
+
+    Its drafts there may differ from those of `propose`; what is emitted can't.
+    """
+
+    chains_only: bool
+    """Whether every tree is a chain, whose accepted nodes stand where they belong."""
+
+    def max_device_nodes(self) -> int:
+        """Return the most nodes of a tree, root included."""
+        ...
+
+    def draft_on_device(
+        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Draft for each of S sequences without asking the host anything.
+
+        Args:
+            history: [S, L] int32, tokens of each sequence.
+            lengths: [S] int64, tokens known; the last one is the root. 0: the sequence is inactive.
+            num_nodes: n, columns of the result.
+
+        Returns:
+            tokens: [S, n] int64, root first, padded with any id of the vocabulary.
+            parents: [S, n] int64, -1 for the root.
+            num_nodes: [S] int32, nodes of each tree; 0 for inactive sequences.
+        """
+        ...

@@ -8,7 +8,8 @@ def kv_commit(storage: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> No
 
     Args:
         storage: [layers, 2, num_slots, num_kv_heads, D], written in place.
-        src: [M] int64, slots to read. All are read before any is written.
-        dst: [M] int64, distinct slots to write.
+        src: [M] or [B, n] int64, slots to read. All are read before any is written. -1 moves nothing.
+        dst: src's shape, distinct slots to write.
     """
-    storage.index_copy_(2, dst, storage.index_select(2, src))
+    moving = (src >= 0) & (dst >= 0)
+    storage.index_copy_(2, dst[moving], storage.index_select(2, src[moving]))

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
+from specdec.kernels.activation import act_mul
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x @ weight.T + bias.
@@ -25,3 +27,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     rows = x if n != 1 else x.expand(2, -1).contiguous()
     y = (weight @ rows.t()).t()[:n].contiguous()  # [N, out]
     return y if bias is None else y.add_(bias)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """Return activation(gate) · up of a merged gate-up projection.
+
+    Args:
+        x: [N, in].
+        weight: [2 I, in], the gate's rows first; same dtype.
+        bias: [2 I] or None.
+        activation: one of `specdec.kernels.activation.ACTIVATIONS`.
+
+    Returns:
+        [N, I].
+    """
+    return act_mul(linear(x, weight, bias), activation)

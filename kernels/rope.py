@@ -21,7 +21,7 @@ def rope_write(
         cos: [N, R], R ≤ D even; only the first R of D dimensions turn.
         sin: [N, R], its first half negated (so that rotation is x · cos + roll(x, R / 2) · sin).
         k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D], written in place.
-        slot_mapping: [N] int64, block · block_size + offset of each row.
+        slot_mapping: [N] int64, block · block_size + offset of each row. No padding here: only the GPU op takes −1.
         num_heads: number of query heads.
 
     Returns:

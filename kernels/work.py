@@ -73,8 +73,9 @@ def make_work(
     starts = [(b, row, row + n, end) for b, ((row, end), n) in enumerate(zip(pairwise(cu_seqlens_q), num_causal))]
     chunks = [(b, row, node - row) for b, row, node, _ in starts if node > row]
     trees = [(b, node, end - node) for b, _, node, end in starts if end > node]
-    chunk_block, tree_block = (tile_block(max((n for *_, n in part), default=1), group, max_block)
-                               for part in (chunks, trees))
+    chunk_block, tree_block = (
+        tile_block(max((n for *_, n in part), default=1), group, max_block) for part in (chunks, trees)
+    )
     chunk_tiles = _tiles(chunks, chunk_block // group)
     chunk_tiles.reverse()  # the longest rows first
     parts = [
@@ -100,6 +101,11 @@ def make_work(
         chunk_block=chunk_block,
         max_context=max(context_lens),
     )
+
+
+def max_block(head_dim: int) -> int:
+    """Most rows × grouped heads of a tile: what the registers of a multiprocessor hold."""
+    return 128 if head_dim <= 128 else 64
 
 
 def tile_block(num_rows: int, group: int, max_block: int) -> int:

@@ -3,14 +3,16 @@
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.drafters.heads import base_fingerprint
 from specdec.drafters.protocol import Drafter, DraftTarget
 from specdec.drafters.registry import make_drafter
 from specdec.engine.config import EngineConfig
+from specdec.engine.cost import CostKey, CostTable, device_name, find_table
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
 from specdec.models.decoder import Decoder
@@ -30,6 +32,7 @@ def build_engine(
     eos_token_ids: Collection[int] = (),
     num_real_tokens: int | None = None,
     seed: int | None = None,
+    cost_table: CostTable | Literal["auto"] | None = None,
     packed: Decoder | HFModel | None = None,
 ) -> Engine:
     """Build the engine that runs a loaded model. The weights stay the model's own.
@@ -44,13 +47,15 @@ def build_engine(
         eos_token_ids: tokens that end an answer.
         num_real_tokens: ids from here on pad the vocabulary and are never emitted; None for no such ids.
         seed: of the seeds drawn for requests that have none.
+        cost_table: measured step times, which set the trees' node budgets; "auto" takes what `specdec tune` measured
+            for this model on this device, if it did; None gives each tree all that `config` allows.
         packed: what `make_target` made of the model, where that is done already.
 
     Raises:
         UnsupportedModel, CheckpointError: the model or the heads can't be used.
-        ConfigError: an option is unknown or out of bounds.
+        ConfigError: an option is unknown or out of bounds, or the file of the cost table is broken.
     """
-    packed = packed or make_target(model)
+    packed = packed or make_target(model, config.deterministic)
     target = DraftTarget(
         hidden_size=packed.hidden_size,
         vocab_size=packed.vocab_size,
@@ -70,7 +75,23 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         num_real_tokens=min(packed.vocab_size, num_real_tokens or packed.vocab_size),
         seed=seed,
+        cost_table=_cost_table(cost_table, model, config.deterministic),
     )
+
+
+def cost_key(model: PreTrainedModel, deterministic: bool = True) -> CostKey:
+    """Return what a cost table must have been measured for to be true of a model as it is loaded here."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    name = device_name(model.device)
+    return CostKey(base_fingerprint(model), name, dtype, str(torch.__version__), deterministic)
+
+
+def _cost_table(given: object, model: PreTrainedModel, deterministic: bool) -> CostTable | None:
+    if given is None or isinstance(given, CostTable):
+        return given
+    if given != "auto":
+        raise ConfigError(f'cost_table must be a CostTable, "auto" or None, not {given!r}')
+    return find_table(cost_key(model, deterministic))
 
 
 def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.build import build_engine, engine_config
 from specdec.drafters.protocol import Drafter
+from specdec.engine.cost import CostTable
 from specdec.engine.request import Request
 from specdec.errors import ConfigError, InvalidRequest
 from specdec.hub.load import Loaded, load
@@ -34,6 +35,7 @@ class LLM:
         rule: "coupled" says exactly what the target says; "typical" (Medusa's) is lossy; or an `AcceptanceRule`.
         drafter_options: keyword arguments of the drafter.
         seed: of the seeds drawn for requests that have none.
+        cost_table: "auto" limits drafts to what pays by `specdec tune`, if that was run; a `CostTable`; None: no limit.
         engine_options: fields of `EngineConfig`: max_model_len, max_num_seqs, num_blocks, block_size, ….
 
     Raises:
@@ -52,10 +54,10 @@ class LLM:
         rule: str | AcceptanceRule = "coupled",
         drafter_options: Mapping[str, Any] | None = None,
         seed: int | None = None,
+        cost_table: CostTable | Literal["auto"] | None = "auto",
         **engine_options: Any,
     ) -> None:
-        config = engine_config(engine_options, "LLM")
-        loaded = _load(model, tokenizer, dtype, device)
+        config, loaded = engine_config(engine_options, "LLM"), _load(model, tokenizer, dtype, device)
         self.hf_model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.engine = build_engine(
             loaded.model,
@@ -67,6 +69,7 @@ class LLM:
             eos_token_ids=_eos_token_ids(loaded.model, self.tokenizer),
             num_real_tokens=_num_real_tokens(self.tokenizer),
             seed=seed,
+            cost_table=cost_table,
         )
 
     def generate(

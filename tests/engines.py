@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import Drafter
 from specdec.engine.config import EngineConfig
+from specdec.engine.cost import CostTable
 from specdec.engine.engine import Engine
 from specdec.engine.request import Request
 from specdec.models.load import make_target
@@ -23,6 +24,7 @@ def make_engine(
     rule: AcceptanceRule | None = None,
     eos_token_ids: Sequence[int] = (),
     num_real_tokens: int | None = None,
+    cost_table: CostTable | None = None,
     **config: int,
 ) -> Engine:
     """An engine over a tiny model, or over one made ready already, with a pool as large as the tests need."""
@@ -35,6 +37,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         num_real_tokens=num_real_tokens,
         seed=0,
+        cost_table=cost_table,
     )
 
 
@@ -47,6 +50,7 @@ def drain(engine: Engine) -> None:
         engine.check_integrity()
     assert not engine.has_work, f"still running after {MAX_STEPS} steps"
     assert engine.pool.num_free == engine.pool.num_blocks, "blocks were not given back"
+    assert not engine.node_budget._states, "the node budget still knows requests that ended"
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:

@@ -23,6 +23,7 @@ from specdec.models.hf import HFModel
 from specdec.models.load import make_target
 from specdec.params import SamplingParams
 from tests.conftest import VOCAB, tiny_llama
+from tests.costs import TABLES
 from tests.engines import drain, make_engine
 from tests.families import OWN, tiny_model
 from tests.medusa import random_medusa
@@ -109,6 +110,7 @@ class Case:
     max_num_batched_tokens: int
     num_blocks: int
     order: int
+    costs: str = "none"
 
 
 @st.composite
@@ -130,6 +132,7 @@ def cases(draw: st.DrawFn) -> Case:
         max_num_batched_tokens=draw(st.sampled_from([8, 40, 2048])),
         num_blocks=draw(st.sampled_from([5, 8, 64])),
         order=draw(st.integers(0, 99)),
+        costs=draw(st.sampled_from(sorted(TABLES))),
     )
 
 
@@ -156,6 +159,7 @@ def check(case: Case) -> None:
         max_num_seqs=case.max_num_seqs,
         max_num_batched_tokens=case.max_num_batched_tokens,
         num_blocks=case.num_blocks,
+        cost_table=TABLES[case.costs],
     )
     rng = random.Random(case.order)
     together: list[Request] = []

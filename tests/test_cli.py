@@ -21,7 +21,7 @@ Invoke = Callable[..., Result]
 def invoke(folder: Path) -> Invoke:
     def run(*args: str, **kwargs: str) -> Result:
         model = ["--model", str(folder)] if args[0] not in ("pull", "--version", "--help") else []
-        if args[0] in ("generate", "chat", "demo") and "--device" not in args:
+        if args[0] in ("generate", "chat", "demo", "tune") and "--device" not in args:
             model += ["--device", "cpu"]  # also on a machine with a GPU: what is compared was made on a CPU
         return CliRunner().invoke(main, [*args, *model], **kwargs)  # type: ignore[arg-type]
 
@@ -88,6 +88,43 @@ def test_info_names_versions_device_and_reasons(invoke: Invoke, monkeypatch: pyt
     assert "ngram" in invoke("info").stdout
 
 
+def test_tune_measures_once_and_info_names_the_file(
+    invoke: Invoke, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "none: run `specdec tune`" in json.loads(invoke("info", "--json").stdout)["cost table"]
+    args = ("tune", "--max-seqs", "2", "--contexts", "64,16", "--repeats", "1")
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.output
+    table = json.loads(result.stdout)
+    assert (table["num_seqs"], table["contexts"], table["num_nodes"][-1]) == ([1, 2], [16, 64], 64)
+    assert "--contexts=64,16" in table["command"] and table["key"]["dtype"] == "float32"
+    assert [str(path) for path in (tmp_path / "costs").iterdir()] == [table["file"]]
+    fact = json.loads(invoke("info", "--json").stdout)["cost table"]
+    assert fact == f"{table['file']}, measured {table['measured']}"
+    llm = LLM(folder, device="cpu")
+    assert llm.engine.node_budget.table is not None
+    assert llm.engine.node_budget.table.measured == table["measured"]
+    shown = invoke(*args)
+    assert (
+        "context" in shown.stdout and shown.stdout.count("×1.00") >= 4 and f"written to {table['file']}" in shown.stdout
+    )
+    Path(table["file"]).write_text("{")
+    assert "run `specdec tune` again" in json.loads(invoke("info", "--json").stdout)["cost table"]
+    result = invoke("generate", "hello")
+    assert (result.exit_code, "run `specdec tune` again" in result.stderr) == (2, True)
+
+
+def test_tune_that_does_not_fit_names_the_fix(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("specdec.engine.measure.EngineStep", fail)
+    result = invoke("tune")
+    assert (result.exit_code, "give smaller --max-seqs or --contexts" in result.stderr) == (2, True)
+
+
 def test_pull_prints_the_folder(monkeypatch: pytest.MonkeyPatch, invoke: Invoke, tmp_path: Path) -> None:
     monkeypatch.setattr("specdec.hub.fetch.pull", lambda name: tmp_path / name)
     assert invoke("pull", "smollm2-135m").stdout == f"{tmp_path / 'smollm2-135m'}\n"
@@ -119,6 +156,9 @@ def test_demo_shows_one_table_and_writes_json(invoke: Invoke, tmp_path: Path) ->
         (["generate", "x", "--nonsense"], "No such option"),
         (["generate", "x", "--device", "gpu"], "device 'gpu' is unknown"),
         (["pull", "gpt-9"], "gpt-9"),
+        (["tune", "--contexts", "1,x"], "--contexts takes whole numbers with commas, such as 128,1024, not '1,x'"),
+        (["tune", "--contexts", "1000"], "context 1000 is out of bounds: give 1 to 958"),
+        (["tune", "--max-seqs", "0"], "--max-seqs"),
     ],
 )
 def test_bad_input_exits_with_2_and_one_message(args: list[str], message: str, invoke: Invoke) -> None:
@@ -146,5 +186,5 @@ def test_other_failures_exit_with_1(error: Exception, monkeypatch: pytest.Monkey
 def test_version_and_help() -> None:
     assert __version__ in CliRunner().invoke(main, ["--version"]).stdout
     text = CliRunner().invoke(main, ["--help"]).stdout
-    assert all(name in text for name in ("generate", "chat", "pull", "info", "demo"))
+    assert all(name in text for name in ("generate", "chat", "pull", "info", "tune", "demo"))
     assert isinstance(main, click.Group)

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.drafters import heads as heads_module
 from specdec.drafters.heads import HeadsConfig, MedusaHeads, base_fingerprint, load_heads, save_config, save_heads
 from specdec.drafters.medusa import MedusaDrafter
 from specdec.drafters.protocol import DraftTarget
@@ -327,7 +326,7 @@ def test_interrupted_save_leaves_old_or_new(tmp_path: Path, monkeypatch: pytest.
             raise KeyboardInterrupt
         os.rename(source, destination)
 
-    monkeypatch.setattr(heads_module.os, "replace", crashing)
+    monkeypatch.setattr("specdec.hub.cache.os.replace", crashing)
     with pytest.raises(KeyboardInterrupt):
         save_heads(new, tmp_path)
     expected = old if crash_at == 1 else new

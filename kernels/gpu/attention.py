@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.attention import AttentionMetadata
-from specdec.kernels.work import AttentionWork
+from specdec.kernels.work import AttentionWork, max_block
 
 SMALL_SPLIT, NUM_SMALL, LARGE_SPLIT = 256, 8, 1024
 """The first 8 splits hold 256 positions each, the others 1,024: short contexts need parallel programs, long ones few
@@ -56,7 +56,7 @@ def _empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr):
+def _update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """One more tile of keys: maximum [M], sum of weights [M, 16], weighted values [M, D]."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, TILE]
     if SOFTCAP:
@@ -64,7 +64,8 @@ def _update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr):
         s = softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)) * 1.4426950408889634
     else:
         s = s * (scale * 1.4426950408889634)
-    s = tl.where(see, s, float("-inf"))
+    if MASKED:
+        s = tl.where(see, s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
     finite = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(s - finite[:, None]).to(v.dtype)
@@ -168,7 +169,7 @@ def _chunk_kernel(
             see = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 see = see & (key[None, :] > position[:, None] - WINDOW)
-            m_of, total_of, acc_of = _update(m_of, total_of, acc_of, q, k, v, see, scale, softcap, SOFTCAP)
+            m_of, total_of, acc_of = _update(m_of, total_of, acc_of, q, k, v, see, scale, softcap, SOFTCAP, True)
         m, total, acc = _merge(m, total, acc, m_of, total_of, acc_of)
     _store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)
 
@@ -227,7 +228,7 @@ def _context_kernel(
             see = there[None, :]
             if WINDOW > 0:
                 see = key[None, :] > position[:, None] - WINDOW
-            m, total, acc = _update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP)
+            m, total, acc = _update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, WINDOW > 0)
         state = (split * num_rows + row).to(tl.int64) * H + head
         d = tl.arange(0, BLOCK_D)
         tl.store(m_ptr + state, m, mask=ok)
@@ -321,9 +322,25 @@ def _tail_kernel(
             see = see & (at > position - WINDOW)
         slot = _slots(table_at, _path_keys(at, context, ancestors), see, BLOCK_SIZE)
         k, v = _load_kv(k_ptr, v_ptr, slot, see, kv_head, G, D, BLOCK_D)
-        m_of, total_of, acc_of = _update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP)
+        m_of, total_of, acc_of = _update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
     m, total, acc = _merge(m, total, acc, m_of, total_of, acc_of)
     _store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)
+
+
+_TAIL_OPTIONS = {"num_warps": 4, "num_stages": 1}
+
+
+def _tile(head_dim: int) -> int:
+    """Keys of a tile: the same in all kernels, since it decides the order of sums."""
+    return 64 if head_dim <= 128 else 32
+
+
+def _chunk_options(block: int) -> dict[str, int]:
+    return {"num_warps": 8 if block >= 128 else 4, "num_stages": 2}
+
+
+def _context_options(block: int) -> dict[str, int]:
+    return {"num_warps": 8 if block >= 128 else 4, "num_stages": 3}
 
 
 def tree_attention(
@@ -353,8 +370,8 @@ def tree_attention(
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_pages.shape[1:3]
     assert q.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous()
-    work = meta.work(num_heads // num_kv_heads, 128 if head_dim <= 128 else 64)
-    tile = 64 if head_dim <= 128 else 32
+    work = meta.work(num_heads // num_kv_heads, max_block(head_dim))
+    tile = _tile(head_dim)
     shape = {
         "SOFTCAP": softcap is not None,
         "WINDOW": window or 0,
@@ -375,7 +392,7 @@ def tree_attention(
     if len(work.chunk_tiles):
         _chunk_kernel[(len(work.chunk_tiles), num_kv_heads)](
             q, k_pages, v_pages, out, work.chunk_tiles, table, work.positions, stride, *factors,
-            BLOCK_M=work.chunk_block, num_warps=8 if work.chunk_block >= 128 else 4, num_stages=2, **shape,
+            BLOCK_M=work.chunk_block, **_chunk_options(work.chunk_block), **shape,
         )  # fmt: skip
     if len(work.tree_rows):
         splits = num_splits(work.max_context + 1)
@@ -385,12 +402,12 @@ def tree_attention(
         m, total, acc = flat[:size], flat[size : 2 * size], flat[2 * size :]
         _context_kernel[(len(work.tree_tiles), num_kv_heads, splits)](
             q, k_pages, v_pages, m, total, acc, work.tree_tiles, table, work.context_lens, work.positions, stride,
-            len(q), *factors, BLOCK_M=work.tree_block, num_warps=8 if work.tree_block >= 128 else 4, num_stages=3,
+            len(q), *factors, BLOCK_M=work.tree_block, **_context_options(work.tree_block),
             **shape,
         )  # fmt: skip
         _tail_kernel[(len(work.tree_rows), num_kv_heads)](
             q, k_pages, v_pages, out, m, total, acc, work.tree_rows, work.row_sequences, table, work.context_lens,
             work.positions, work.ancestors, stride, len(q), *factors,
-            BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), num_warps=4, num_stages=1, **shape,
+            BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), **_TAIL_OPTIONS, **shape,
         )  # fmt: skip
     return out

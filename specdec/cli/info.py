@@ -2,12 +2,17 @@
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specdec import __version__
 from specdec.cli.options import DEFAULT_MODEL
+from specdec.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy", "safetensors", "tokenizers")
 
@@ -46,7 +51,26 @@ def _facts(model: str) -> dict[str, Any]:
         "kernels": "torch references",
         "drafters": ", ".join(DRAFTERS),
         "model": f"{model}: {describe(model)}",
+        "cost table": _cost_table(model, device, resolve_dtype("auto", device)),
     }
+
+
+def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype") -> str:
+    """The newest table of a model of this name here; the engine also looks at the weights, which aren't opened."""
+    import torch
+
+    from specdec.engine.cost import device_name, list_tables, read_table
+
+    here = (device_name(device), str(dtype).removeprefix("torch."), torch.__version__)
+    for path in list_tables():
+        try:
+            table = read_table(path)
+        except ConfigError as error:
+            return str(error)
+        key = table.key
+        if (key.device, key.dtype, key.torch) == here and table.model in (model, Path(model).resolve().name):
+            return f"{path}, measured {table.measured}"
+    return "none: run `specdec tune`, and drafts get as many nodes as pay for themselves"
 
 
 def _version(name: str) -> str:

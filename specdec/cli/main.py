@@ -8,6 +8,7 @@ from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.pull import pull
+from specdec.cli.tune import tune
 from specdec.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound, SpecdecError, UnsupportedModel
 
 _BAD_INPUT = (InvalidRequest, ConfigError, ModelNotFound, UnsupportedModel, CheckpointError)
@@ -33,5 +34,5 @@ def main() -> None:
     """Generate several tokens per forward pass without changing what the model says."""
 
 
-for _command in (generate, chat, pull, info, demo):
+for _command in (generate, chat, pull, info, tune, demo):
     main.add_command(_command)

@@ -20,6 +20,9 @@ class EngineConfig:
         max_num_seqs: requests that run at once; others wait.
         max_num_batched_tokens: most rows a forward; longer prompts are run in chunks.
         max_nodes: most tree nodes a sequence, root included, 1 to 64.
+        deterministic: on a GPU a token's bits don't depend on what else is in the batch, so that speculative, batched
+            and plain decoding agree in bf16 too; False takes whatever kernel is faster.
+        cuda_graphs: on a GPU capture decode steps, where everything that they need can be captured.
 
     Raises:
         ConfigError: a value is out of bounds; the message names it.
@@ -31,6 +34,8 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
     max_nodes: int = MAX_NODES
+    deterministic: bool = True
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):
@@ -39,6 +44,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        for name in ("deterministic", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.max_nodes > MAX_NODES:
             raise ConfigError(f"max_nodes must be at most {MAX_NODES}, not {self.max_nodes}")
         if self.max_num_batched_tokens < self.max_num_seqs:

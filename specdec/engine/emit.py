@@ -1,6 +1,6 @@
 """From an accepted path to delivered tokens: the stop inside the block, log-probabilities, counts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,30 +45,70 @@ def deliver(request: Request, accepted: Accepted, tree: TokenTree, b: int, logit
         drafter: name to stand beside drafted tokens, where the tree names no other.
     """
     start = tree.cu_nodes[b]
-    depth = len(accepted.path) - 1
-    proposers = [tree.proposers[start + node] if tree.proposers else drafter for node in accepted.path[1:]] + [TARGET]
+    proposers = [tree.proposers[start + node] if tree.proposers else drafter for node in accepted.path[1:]]
+
+    def keep(index: int) -> None:
+        if accepted.scores is not None:
+            request.scores.append(accepted.scores[index : index + 1])
+        if request.keep_logits:
+            node = start + accepted.path[index]
+            request.logits.append(logits[node : node + 1].clone())  # of the step's logits only this row is kept
+
+    kept = append(request, accepted.tokens, proposers, keep)
+    if request.params.logprobs is not None:
+        rows = torch.tensor(accepted.path[:kept], device=logits.device) + start
+        request.logprobs += _logprobs(logits[rows], accepted.tokens[:kept], request.params.logprobs)
+    leaf_reached = accepted.path[-1] not in tree.parents_of(b)
+    request.stats.count(kept, len(accepted.path) - 1, leaf_reached, tree.num_nodes(b) - 1)
+
+
+def deliver_captured(request: Request, tokens: Sequence[int], num_nodes: int, drafter: str) -> None:
+    """Append what a captured step emitted to a request, and count it.
+
+    Args:
+        request: whose.
+        tokens: the accepted drafts and the bonus token, which is -1 where the target could choose none.
+        num_nodes: nodes of its chain, root included.
+        drafter: name to stand beside drafted tokens.
+
+    Raises:
+        SpecdecError: the target's logits hold NaN, or -inf alone.
+    """
+    if tokens[-1] < 0:
+        raise SpecdecError(f"the target's logits for request {request.id} hold NaN, or -inf alone")
+    kept = append(request, tokens, [drafter] * (len(tokens) - 1))
+    request.stats.count(kept, len(tokens) - 1, len(tokens) == num_nodes, num_nodes - 1)
+
+
+def append(
+    request: Request, tokens: Sequence[int], proposers: Sequence[str], keep: Callable[[int], None] | None = None
+) -> int:
+    """Append tokens to a request up to its first stop.
+
+    Args:
+        request: whose.
+        tokens: the accepted drafts and the bonus token.
+        proposers: who proposed each of the drafts.
+        keep: called with the index of each token that is kept, before anyone looks at the request.
+
+    Returns:
+        How many tokens were kept.
+    """
     kept = 0
-    for kept, token in enumerate(accepted.tokens, 1):
+    for kept, token in enumerate(tokens, 1):
         step = request.stop.push(token)
         request.tokens.append(token)
         request.text += step.text
-        request.proposers.append(proposers[kept - 1])
-        if accepted.scores is not None:
-            request.scores.append(accepted.scores[kept - 1 : kept])
-        if request.keep_logits:
-            node = start + accepted.path[kept - 1]
-            request.logits.append(logits[node : node + 1].clone())  # of the step's logits only this row is kept
+        request.proposers.append(proposers[kept - 1] if kept <= len(proposers) else TARGET)
+        if keep is not None:
+            keep(kept - 1)
         request.finish_reason, request.stop_reason = step.finish_reason, step.stop_reason
         if request.stopping is not None and request.stopping(request) and request.finish_reason is None:
             request.text += request.stop.flush()
             request.finish_reason = STOP
         if request.finish_reason is not None:
             break
-    if request.params.logprobs is not None:
-        rows = torch.tensor(accepted.path[:kept], device=logits.device) + start
-        request.logprobs += _logprobs(logits[rows], accepted.tokens[:kept], request.params.logprobs)
-    leaf_reached = accepted.path[-1] not in tree.parents_of(b)
-    request.stats.count(kept, depth, leaf_reached, tree.num_nodes(b) - 1)
+    return kept
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

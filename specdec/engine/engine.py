@@ -9,15 +9,19 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
-from specdec.drafters.protocol import Drafter, DraftQuery, Observation, UsesCache
+from specdec.drafters.protocol import Drafter, DraftQuery, DraftsOnDevice, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
+from specdec.engine.budget import NodeBudget
 from specdec.engine.config import EngineConfig, resolve_limits
-from specdec.engine.emit import check_tree, deliver
+from specdec.engine.cost import CostTable
+from specdec.engine.emit import check_tree, deliver, deliver_captured
+from specdec.engine.graphs import Outcome, StepGraphs, why_no_graph
 from specdec.engine.packing import Packed, pack
 from specdec.engine.request import ABORT, Request, Stopping
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
 from specdec.models.batch import slot
+from specdec.models.decoder import Decoder
 from specdec.models.protocol import PackedModel
 from specdec.params import MAX_SEED, SamplingParams
 from specdec.verifier.rules import AcceptanceRule, Accepted, VerifyQuery
@@ -35,6 +39,7 @@ class Engine:
         eos_token_ids: tokens that end an answer.
         num_real_tokens: ids from here on pad the vocabulary and are never emitted.
         seed: of the seeds that are drawn for requests without one; None draws from the system.
+        cost_table: measured step times, which set the trees' node budgets; None gives each all that `config` allows.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Engine:
         eos_token_ids: Collection[int] = (),
         num_real_tokens: int | None = None,
         seed: int | None = None,
+        cost_table: CostTable | None = None,
     ) -> None:
         self.model, self.drafter, self.rule, self.config = model, drafter, rule, config
         self.limits = resolve_limits(config, model.kv_layout, model.max_len)
@@ -55,13 +61,24 @@ class Engine:
         self.pages = KVPages(model.kv_layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
             drafter.attach(self.pages)
-        self.scheduler = Scheduler(config, self.pool)
+        self.node_budget = NodeBudget(cost_table, config.max_nodes)
+        self.scheduler = Scheduler(config, self.pool, self.node_budget)
         self.num_steps = 0
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
         self._num_real_tokens = num_real_tokens or model.vocab_size
         self._ids = count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+        self.why_no_graphs = why_no_graph(model, drafter, rule) if config.cuda_graphs else "cuda_graphs is off"
+        """Why decode steps aren't captured; None if they are."""
+        self.graphs = None if self.why_no_graphs else self._make_graphs()
+
+    def _make_graphs(self) -> StepGraphs:
+        assert isinstance(self.model, Decoder) and isinstance(self.drafter, DraftsOnDevice)
+        limit = self.limits.max_model_len
+        return StepGraphs(
+            self.model, self.pages, self.drafter, self.scheduler, self.node_budget, limit, self._num_real_tokens
+        )
 
     def add(
         self,
@@ -112,7 +129,14 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> None:
-        """Run one forward: every scheduled request moves on by a prompt chunk or by at least one token."""
+        """Run one forward: every scheduled request moves on by a prompt chunk or by at least one token.
+
+        Captured steps are launched one ahead: a call launches the next and emits the one before.
+        """
+        self.num_steps += 1
+        if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
+            self._emit_captured(outcomes)
+            return
         plan = self.scheduler.schedule()
         self.drafter.forget([r.id for r in plan.preempted])
         if not plan.items:
@@ -126,9 +150,9 @@ class Engine:
         self._commit(plan, packed, accepted, hidden)
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
             deliver(item.request, result, tree, b, logits, self.drafter.name)
+            self.node_budget.observe(item.request, item.max_nodes)
             if item.request.finish_reason is not None:
                 self._retire(item.request)
-        self.num_steps += 1
 
     def check_integrity(self) -> None:
         """Check that no block is lost or held twice.
@@ -159,8 +183,18 @@ class Engine:
         seen = hidden[torch.tensor(rows, device=hidden.device)] if self.drafter.reads_hidden else None
         self.drafter.observe(Observation([item.request.id for item in plan.items], counts, seen))
 
+    def _emit_captured(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            request = outcome.request
+            deliver_captured(request, outcome.tokens, outcome.num_nodes, self.drafter.name)
+            request.num_computed += len(outcome.tokens)
+            self.node_budget.observe(request, outcome.max_nodes, padded=True)
+            if request.finish_reason is not None:
+                self._retire(request)
+
     def _retire(self, request: Request) -> None:
         self.scheduler.release(request)
+        self.node_budget.forget(request.id)
         self.drafter.forget([request.id])
 
 

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specdec.cache.blocks import BlockPool
+from specdec.engine.budget import NodeBudget
 from specdec.engine.config import EngineConfig
 from specdec.engine.request import Request
 
@@ -42,11 +43,13 @@ class Scheduler:
     Args:
         config: budgets.
         pool: the blocks to reserve from.
+        node_budget: how many nodes pay for themselves.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, node_budget: NodeBudget) -> None:
         self.config = config
         self.pool = pool
+        self.node_budget = node_budget
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -61,19 +64,42 @@ class Scheduler:
         for request in sorted(self.running, key=lambda r: r.num_pending > 1):  # decoding first; the sort is stable
             if budget and request not in plan.preempted:
                 budget -= self._add(plan, request, budget, max_nodes)
-        while self.waiting and budget and not plan.preempted and len(self.running) < self.config.max_num_seqs:
+        while budget and not plan.preempted and self.can_admit():
             request = self.waiting[0]
-            if self._waits_for_twin(request):
-                break
             shared = self._shared_prompt(request)
-            if self._blocks_missing(request, len(request.tokens)) - len(shared) > self.pool.num_free:
-                break
             self.running.append(self.waiting.popleft())
             self.pool.share(shared)
             request.block_table += shared
             request.num_computed = len(shared) * self.config.block_size
             budget -= self._add(plan, request, budget, max_nodes)
         return plan
+
+    def can_admit(self) -> bool:
+        """Whether the first of the waiting requests can start now."""
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return False
+        request = self.waiting[0]
+        missing = self._blocks_missing(request, len(request.tokens)) - len(self._shared_prompt(request))
+        return missing <= self.pool.num_free and not self._waits_for_twin(request)
+
+    def reserve_ahead(self, num_slots: int, spare: int) -> bool:
+        """Reserve slots behind the known tokens of all running requests, for steps that aren't planned one by one.
+
+        Args:
+            num_slots: what each needs.
+            spare: what each is given beyond, where it can be had, so that this is done less often.
+
+        Returns:
+            False if there are too few blocks; nothing was reserved.
+        """
+        short = [r for r in self.running if self._blocks_missing(r, len(r.tokens) + num_slots)]
+        for more in (spare, 0):
+            missing = [self._blocks_missing(r, len(r.tokens) + num_slots + more) for r in short]
+            if sum(missing) <= self.pool.num_free:
+                for request, count in zip(short, missing, strict=True):
+                    request.block_table += self.pool.allocate(count)
+                return True
+        return False
 
     def release(self, request: Request) -> None:
         """Take an ended or aborted request out and free its blocks."""
@@ -94,6 +120,8 @@ class Scheduler:
         rows = min(request.num_pending, budget)
         reaches_root = rows == request.num_pending
         max_nodes = min(max_nodes, budget - rows + 1) if reaches_root else 0
+        if max_nodes > 1:
+            max_nodes = min(max_nodes, self.node_budget.limit(request, len(self.running)))
         if reaches_root and request.params.max_new_tokens - request.num_output == 1:
             max_nodes = 1  # the choice at the root is the last token
         spare = max(max_nodes - 1, 0)

@@ -225,7 +225,7 @@ def accelerate(
         raise UnsupportedModel(f"{type(model).__name__} has no generate; load it with its head, e.g. as a causal LM")
     try:
         check_transformers(loaded.model)
-        packed = make_target(loaded.model)
+        packed = make_target(loaded.model, config.deterministic)
     except UnsupportedModel as reason:
         return Accelerated(loaded.model, None, reason=str(reason))
     engine = build_engine(loaded.model, drafter, config, drafter_options=drafter_options, packed=packed)

@@ -11,11 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from specdec import __version__
 from specdec.errors import DownloadError
 from specdec.hub import convert, download
+from specdec.hub.cache import cache_root
 from specdec.hub.known import KnownModel, find_known
 from specdec.hub.progress import Steps
 
@@ -34,8 +33,7 @@ def model_folder(name: str, *, cache_dir: str | os.PathLike[str] | None = None) 
     Raises:
         ModelNotFound: no model has this name.
     """
-    root = cache_dir or os.environ.get("SPECDEC_CACHE") or platformdirs.user_cache_dir("specdec", appauthor=False)
-    return Path(root).expanduser().absolute() / "models" / find_known(name).name
+    return cache_root(cache_dir) / "models" / find_known(name).name
 
 
 def pull(name: str, *, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True) -> Path:

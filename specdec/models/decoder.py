@@ -8,11 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from specdec.cache.pages import KVLayout, KVPages
-from specdec.kernels.activation import act_mul
-from specdec.kernels.attention import tree_attention
-from specdec.kernels.linear import linear
-from specdec.kernels.norm import add_rmsnorm, rmsnorm
-from specdec.kernels.rope import rope_write
+from specdec.kernels.ops import Ops, choose_ops
+from specdec.kernels.work import max_block
 from specdec.models.batch import Batch
 from specdec.models.rope import Rotary
 from specdec.models.weights import DecoderWeights, LayerWeights, share_weights
@@ -24,12 +21,13 @@ class Decoder:
     Args:
         model: a loaded model of a known family, in eval mode. Its projections become views of merged matrices;
             it still works by itself.
+        ops: the kernels; None chooses by device and dtype.
 
     Raises:
         UnsupportedModel: the family, or a feature of its config, is not known.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, ops: Ops | None = None) -> None:
         self.weights: DecoderWeights = share_weights(model)
         config = model.config
         self.hidden_size: int = config.hidden_size
@@ -39,6 +37,9 @@ class Decoder:
         self.dtype: torch.dtype = self.weights.embed.dtype
         w = self.weights
         self.kv_layout = KVLayout(len(w.layers), w.num_kv_heads, w.head_dim, self.dtype)
+        self.max_attention_block = max_block(w.head_dim)
+        self.ops = ops or choose_ops(self.device, self.dtype)
+        self._angles = _tables(w.rotary, self.max_len, self.dtype) if self.device.type == "cuda" else None
 
     def first_layers(self, num_layers: int) -> "Decoder":
         """Return a decoder of the first layers, the last norm and the head, on the same weights.
@@ -57,29 +58,37 @@ class Decoder:
         Returns:
             [N, hidden_size], after the last norm.
         """
-        w = self.weights
-        ropes = [rotary.cos_sin(batch.attention.positions, self.dtype) for rotary in w.rotary]
+        w, ops = self.weights, self.ops
+        ropes = self._ropes(batch.attention.positions)
         residual = F.embedding(batch.input_ids, w.embed)
         if w.embed_scale is not None:
             residual = residual * w.embed_scale
-        x = rmsnorm(residual, w.layers[0].attn_norm, w.eps)
+        x = ops.rmsnorm(residual, w.layers[0].attn_norm, w.eps)
         for i, layer in enumerate(w.layers):
             x = self._attention(layer, i, x, ropes[layer.rotary], batch, pages)
             if layer.post_attn_norm is not None:
-                x = rmsnorm(x, layer.post_attn_norm, w.eps)
-            x, residual = add_rmsnorm(x, residual, layer.mlp_norm, w.eps)
-            x = linear(act_mul(linear(x, layer.gate_up, layer.gate_up_bias), w.activation), layer.down, layer.down_bias)
+                x = ops.rmsnorm(x, layer.post_attn_norm, w.eps)
+            x, residual = ops.add_rmsnorm(x, residual, layer.mlp_norm, w.eps)
+            x = ops.gated_linear(x, layer.gate_up, layer.gate_up_bias, w.activation)
+            x = ops.linear(x, layer.down, layer.down_bias)
             if layer.post_mlp_norm is not None:
-                x = rmsnorm(x, layer.post_mlp_norm, w.eps)
+                x = ops.rmsnorm(x, layer.post_mlp_norm, w.eps)
             next_norm = w.layers[i + 1].attn_norm if i + 1 < len(w.layers) else w.norm
-            x, residual = add_rmsnorm(x, residual, next_norm, w.eps)
+            x, residual = ops.add_rmsnorm(x, residual, next_norm, w.eps)
         return x
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Score the vocabulary: [R, hidden_size] → [R, vocab_size]."""
-        logits, cap = linear(hidden, self.weights.head, self.weights.head_bias), self.weights.logit_softcap
+        logits, cap = self.ops.linear(hidden, self.weights.head, self.weights.head_bias), self.weights.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _ropes(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cos and sin [N, R] of each kind of rotation."""
+        if self._angles is None:
+            return [rotary.cos_sin(positions, self.dtype) for rotary in self.weights.rotary]
+        within = positions.clamp(max=len(self._angles[0][0]) - 1)  # a node behind the last position is never emitted
+        return [(cos[within], sin[within]) for cos, sin in self._angles]
 
     def _attention(
         self,
@@ -90,13 +99,13 @@ class Decoder:
         batch: Batch,
         pages: KVPages,
     ) -> torch.Tensor:
-        w = self.weights
-        qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, w.head_dim)  # [N, heads + 2 kv heads, D]
+        w, ops = self.weights, self.ops
+        qkv = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, w.head_dim)  # [N, heads + 2 kv heads, D]
         if layer.qk_norm is not None:
             qk = qkv[:, : w.num_heads + w.num_kv_heads]
-            qk.copy_(rmsnorm(qk, layer.qk_norm, w.eps))
-        q = rope_write(qkv, *rope, pages.k[i], pages.v[i], batch.slot_mapping, w.num_heads)
-        o = tree_attention(
+            qk.copy_(ops.rmsnorm(qk, layer.qk_norm, w.eps))
+        q = ops.rope_write(qkv, *rope, pages.k[i], pages.v[i], batch.slot_mapping, w.num_heads)
+        o = ops.tree_attention(
             q,
             pages.k[i],
             pages.v[i],
@@ -105,9 +114,14 @@ class Decoder:
             window=layer.window,
             softcap=w.score_softcap,
         )
-        return linear(o.flatten(1), layer.o, layer.o_bias)
+        return ops.linear(o.flatten(1), layer.o, layer.o_bias)
 
 
 def _max_len(max_position_embeddings: int, rotary: tuple[Rotary, ...]) -> int:
     """The longest sequence: where frequencies change with the length, up to there (specdec.models.rope says why)."""
     return min([max_position_embeddings, *(r.original_len for r in rotary if r.original_len is not None)])
+
+
+def _tables(rotary: tuple[Rotary, ...], max_len: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cos and sin [max_len, R] of each kind of rotation: on a GPU a lookup costs less than the angles do."""
+    return [r.cos_sin(torch.arange(max_len, device=r.inv_freq.device), dtype) for r in rotary]

@@ -12,8 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.cache.pages import KVLayout, KVPages
 from specdec.errors import UnsupportedModel
-from specdec.kernels.attention import tree_attention
-from specdec.kernels.write import kv_write
+from specdec.kernels.ops import Ops, choose_ops
 from specdec.models.batch import Batch
 from specdec.models.interface import PACKED, answering, configs_of, refuse_options
 from specdec.models.selfcheck import check_packed, random_prompts
@@ -54,6 +53,7 @@ class HFModel:
         first = found.layers[0]
         head_dim = max(first.k_dim, first.v_dim)
         self.kv_layout = KVLayout(len(found.layers), first.num_kv_heads, head_dim, first.dtype)
+        self.ops = choose_ops(self.device, first.dtype)
         check_packed(self, self._model, prompts)
 
     @torch.inference_mode()
@@ -63,7 +63,9 @@ class HFModel:
         Returns:
             [N, hidden_size], what the model's head scores.
         """
-        answers = {layer.module: PagedAttention(i, layer, batch, pages) for i, layer in enumerate(self._layers)}
+        answers = {
+            layer.module: PagedAttention(i, layer, batch, pages, self.ops) for i, layer in enumerate(self._layers)
+        }
         positions = batch.attention.positions[None]
         with answering(self._configs, PACKED, answers):
             output = self._body(input_ids=batch.input_ids[None], position_ids=positions, use_cache=False)
@@ -92,12 +94,14 @@ class PagedAttention:
         layer: what the survey found.
         batch: the step.
         pages: keys and values of all layers.
+        ops: the kernels.
     """
 
     index: int
     layer: AttentionLayer
     batch: Batch
     pages: KVPages
+    ops: Ops
 
     def __call__(
         self,
@@ -123,10 +127,16 @@ class PagedAttention:
         width = self.pages.layout.head_dim
         q, k, v = (F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1])) for x in (query, key, value))  # [N, heads, D]
         k_pages, v_pages = self.pages.k[self.index], self.pages.v[self.index]
-        kv_write(k, v, k_pages, v_pages, self.batch.slot_mapping)
+        self.ops.kv_write(k, v, k_pages, v_pages, self.batch.slot_mapping)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = tree_attention(
-            q, k_pages, v_pages, self.batch.attention, scale=scale, window=self.layer.window, softcap=softcap
+        out = self.ops.tree_attention(
+            q.contiguous(),
+            k_pages,
+            v_pages,
+            self.batch.attention,
+            scale=scale,
+            window=self.layer.window,
+            softcap=softcap,
         )
         return out[None, ..., : self.layer.v_dim]
 

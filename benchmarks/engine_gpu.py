@@ -1,0 +1,226 @@
+"""The engine on a GPU: tokens a second, what nodes cost, prefill, bits, and the time to the first token.
+
+    python benchmarks/engine_gpu.py throughput --model 8b --json benchmarks/results/throughput_8b_h100.json
+
+`--model` is a shape with random weights (8b, smollm2) or anything that `specdec.LLM` opens. Speeds are of decoding
+alone: the time from the first token of the last request to the end of the first one that ends.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import click
+import torch
+import transformers
+import triton
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from specdec import LLM, SamplingParams
+from specdec.cli.demo_prompts import PROMPTS
+from specdec.engine.device import Bucket, DeviceState, DeviceStep
+
+SHAPES = {
+    "8b": LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=16384, eos_token_id=None, bos_token_id=None,
+    ),
+    "smollm2": LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None,
+    ),
+}  # fmt: skip
+
+
+def open_model(name: str) -> str | PreTrainedModel:
+    """A model of a known shape with random weights, or the name as it is."""
+    if name not in SHAPES:
+        return name
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16).eval()
+
+
+def make_llm(model: str | PreTrainedModel, **options: object) -> LLM:
+    """An LLM with room for 64 sequences."""
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 8192, "num_blocks": 4096}
+    return LLM(model, seed=0, **(sizes | options))  # type: ignore[arg-type]
+
+
+def decode_speed(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
+    """Tokens a second while all requests decode, and their answers."""
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    requests = [llm.engine.add(prompt, params) for prompt in prompts]
+    while any(r.num_output == 0 for r in requests):
+        llm.engine.step()
+    torch.cuda.synchronize()
+    before, start = sum(r.num_output for r in requests), time.perf_counter()
+    while all(r.finish_reason is None for r in requests):
+        llm.engine.step()
+    seconds = time.perf_counter() - start
+    done = sum(r.num_output for r in requests) - before
+    while any(r.finish_reason is None for r in requests):
+        llm.engine.step()
+    return done / seconds, [r.tokens[r.prompt_len :] for r in requests]
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of random ids."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, vocab_size, (count, length), generator=generator).tolist()
+
+
+def write(path: str | None, result: dict[str, object]) -> None:
+    """Print the result, and write it to a file if one is asked for."""
+    facts = {
+        "command": " ".join(["python", "benchmarks/engine_gpu.py", *sys.argv[1:]]),
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+    }
+    click.echo(json.dumps(result))
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(facts | result, file, indent=1)
+            file.write("\n")
+
+
+@click.group()
+def main() -> None:
+    """Measure the engine."""
+
+
+@main.command()
+@click.option("--model", default="8b")
+@click.option("--tokens", default=128)
+@click.option("--batches", default="1,8,64")
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def throughput(model: str, tokens: int, batches: str, path: str | None) -> None:
+    """Plain decoding at several batch sizes, deterministic and not."""
+    opened, rows = open_model(model), []
+    for deterministic in (True, False):
+        llm = make_llm(opened, drafter="none", deterministic=deterministic)
+        for batch in map(int, batches.split(",")):
+            prompts = random_prompts(batch, 96, llm.engine.model.vocab_size)
+            speeds = [decode_speed(llm, prompts, tokens)[0] for _ in range(4)][1:]  # the first one captures
+            row = {"batch": batch, "deterministic": deterministic, "tok_s": round(statistics.median(speeds), 1)}
+            rows.append(row)
+            click.echo(str(row))
+        assert llm.engine.graphs is not None
+        click.echo(str(llm.engine.graphs.stats))
+        del llm
+    write(path, {"model": model, "tokens": tokens, "prompt": 96, "rows": rows})
+
+
+@main.command()
+@click.option("--model", default="8b")
+@click.option("--context", default=1024)
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def nodes(model: str, context: int, path: str | None) -> None:
+    """The time of a captured step with n nodes against one node, batch 1, deterministic."""
+    llm = make_llm(open_model(model), drafter="ngram", max_model_len=max(2048, context + 256))
+    rows = [(n, step_us(llm, 1, n, context)) for n in (1, 2, 4, 8, 16, 32, 64)]
+    result = [{"nodes": n, "us": round(us, 1), "ratio": round(us / rows[0][1], 4)} for n, us in rows]
+    write(path, {"model": model, "context": context, "rows": result})
+
+
+def step_us(llm: LLM, num_seqs: int, num_nodes: int, context: int, repeats: int = 30) -> float:
+    """Microseconds of a captured step whose trees are full chains."""
+    engine = llm.engine
+    model, pages, drafter = engine.model, engine.pages, _Chains()
+    for part in (*pages.k, *pages.v):
+        part.normal_()
+    width = -(-(context + 256) // pages.block_size)
+    state = DeviceState.make(num_seqs, context + 256, width, model.device)
+    state.block_table.copy_(torch.randperm(pages.num_blocks)[: num_seqs * width].view(num_seqs, width))
+    step = DeviceStep(Bucket(num_seqs, num_nodes, context + 128), model, pages, state, drafter, model.vocab_size)  # type: ignore[arg-type]
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for _ in range(repeats):
+        state.lengths.fill_(context + 1)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times)
+
+
+class _Chains:
+    """Drafts full chains of the root's token."""
+
+    chains_only = True
+
+    def draft_on_device(self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
+        tokens = history[:, :1].long().expand(-1, num_nodes).contiguous()
+        parents = torch.arange(-1, num_nodes - 1, device=history.device).expand_as(tokens).contiguous()
+        return tokens, parents, torch.where(lengths > 0, num_nodes, 0).to(torch.int32)
+
+
+@main.command()
+@click.option("--model", default="8b")
+@click.option("--length", default=8192)
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def prefill(model: str, length: int, path: str | None) -> None:
+    """Prefill of one long prompt, deterministic, against the same engine with cuBLAS products."""
+    opened, rows = open_model(model), {}
+    for deterministic in (True, False):
+        llm = make_llm(opened, drafter="none", deterministic=deterministic, max_model_len=length + 64)
+        times = []
+        for prompt in random_prompts(4, length, llm.engine.model.vocab_size):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            llm.generate(prompt, SamplingParams(max_new_tokens=1))
+            times.append(time.perf_counter() - start)
+        rows["deterministic" if deterministic else "cublas"] = round(length / statistics.median(times[1:]), 1)
+        del llm
+    rows["ratio"] = round(rows["deterministic"] / rows["cublas"], 3)
+    write(path, {"model": model, "length": length, "tok_s": rows})
+
+
+@main.command()
+@click.option("--model", default="smollm2-135m")
+@click.option("--tokens", default=256)
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def speculation(model: str, tokens: int, path: str | None) -> None:
+    """The demo's prompts by plain decoding and with n-gram drafts: tokens a second, and whether tokens are equal."""
+    rows = []
+    plain, ngram = (make_llm(model, drafter=name) for name in ("none", "ngram"))
+    for name, prompt in PROMPTS.items():
+        ids = plain.encode_chat([{"role": "user", "content": prompt}])
+        runs = [[decode_speed(llm, [ids], tokens) for _ in range(4)][1:] for llm in (plain, ngram)]
+        a, b = (statistics.median(speed for speed, _ in part) for part in runs)
+        equal = all(answer == runs[0][0][1] for part in runs for _, answer in part)
+        row = {"prompt": name, "plain": round(a, 1), "ngram": round(b, 1), "ratio": round(b / a, 3), "equal": equal}
+        rows.append(row)
+        click.echo(str(row))
+    write(path, {"model": model, "tokens": tokens, "rows": rows})
+
+
+@main.command()
+@click.option("--model", default="8b")
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def startup(model: str, path: str | None) -> None:
+    """Seconds from a loaded model to the second token: kernels compiled, the step captured."""
+    opened = open_model(model)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    llm = make_llm(opened, drafter="ngram")
+    stream: Iterator[object] = llm.stream(list(range(5, 105)), SamplingParams(max_new_tokens=4))
+    next(stream)
+    first = time.perf_counter() - start
+    for _ in stream:
+        pass
+    rest = time.perf_counter() - start
+    write(path, {"model": model, "first_token_s": round(first, 2), "captured_and_four_tokens_s": round(rest, 2)})
+
+
+if __name__ == "__main__":
+    main()

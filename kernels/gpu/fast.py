@@ -1,0 +1,74 @@
+"""Matrix products where bits may depend on the number of rows: the fastest kernel for each size.
+
+One row takes a matrix-vector kernel without matrix instructions, many rows the library's product, and those between the
+deterministic one, which is as fast there.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+import triton
+import triton.language as tl
+
+from specdec.kernels.activation import ACTIVATIONS
+from specdec.kernels.gpu import linear as exact
+from specdec.kernels.gpu.activation import act_mul, activate
+
+FEW_ROWS = 64
+"""Up to here the deterministic product is as fast as the library's."""
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr, w_ptr, bias_ptr, y_ptr, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    at = tl.arange(0, BLOCK_K)
+    w_at = w_ptr + (col % OUT).to(tl.int64)[:, None] * K + at[None, :]
+    total = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        there = at < K - k
+        x = tl.load(x_ptr + k + at, mask=there, other=0.0).to(tl.float32)
+        total += tl.load(w_at + k, mask=there[None, :], other=0.0).to(tl.float32) * x[None, :]
+        if GATED:
+            up += tl.load(w_at + OUT * K + k, mask=there[None, :], other=0.0).to(tl.float32) * x[None, :]
+    dtype = y_ptr.dtype.element_ty
+    y = tl.sum(total, 1)
+    if BIAS:
+        y += tl.load(bias_ptr + col % OUT).to(tl.float32)
+    if GATED:
+        u = tl.sum(up, 1)
+        if BIAS:
+            u += tl.load(bias_ptr + OUT + col % OUT).to(tl.float32)
+        y = activate(y.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32) * u.to(dtype).to(tl.float32)
+    tl.store(y_ptr + col, y.to(dtype), mask=col < OUT)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x @ weight.T + bias: [N, in], [out, in], [out] or None → [N, out]."""
+    if len(x) == 1:
+        return _gemv(x, weight, bias, None)
+    return F.linear(x, weight, bias) if len(x) > FEW_ROWS else exact.linear(x, weight, bias)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """Return activation(gate) · up of a merged projection: [N, in], [2 I, in], [2 I] or None → [N, I]."""
+    assert activation in ACTIVATIONS
+    if len(x) == 1:
+        return _gemv(x, weight, bias, activation)
+    if len(x) > FEW_ROWS:
+        return act_mul(F.linear(x, weight, bias), activation)
+    return exact.gated_linear(x, weight, bias, activation)
+
+
+def _gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+    gated = activation is not None
+    out, k = len(weight) // (2 if gated else 1), weight.shape[1]
+    y = torch.empty(1, out, dtype=x.dtype, device=x.device)
+    block_out = 4 if out < 4096 else 8 if gated else 16
+    _gemv_kernel[(triton.cdiv(out, block_out),)](
+        x, weight, weight if bias is None else bias, y, out, k, bias is not None, gated, activation or "",
+        block_out, min(512, triton.next_power_of_2(k)), num_warps=4,
+    )  # fmt: skip
+    return y

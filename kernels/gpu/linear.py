@@ -1,0 +1,184 @@
+"""Matrix products of packed rows with [out, in] weights, in Triton: a row's bits don't depend on how many there are.
+
+Each element is one chain of matrix instructions over k = 0, 16, 32, … in fp32: no split over k, whatever the tile, and
+the tile alone depends on the number of rows. Few rows are bound by the weight's bytes: narrow tiles put every
+multiprocessor to work and several of their loads in flight.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec.kernels.activation import ACTIVATIONS
+from specdec.kernels.gpu.activation import activate
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut: a program's rows, outputs and step over k; its warps and the loads in flight."""
+
+    rows: int
+    out: int
+    k: int
+    warps: int
+    stages: int
+
+
+def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1) -> Tile:
+    """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k].
+
+    Measured on an H100 with weights that come from memory: `benchmarks/kernels_gpu.py products --search` tries many.
+    """
+    if num_rows > 64:
+        return Tile(128, 256, 64, 8, 3) if num_weights == 1 else Tile(128, 128, 64, 8, 4)
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    if out * num_weights >= 32768 and k < 1024:  # a small model's head
+        return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
+    if k < 2048:
+        return Tile(rows, 16 if rows == 64 or k > 1024 else 32, 256 if k > 1024 else 128, 4, 4)
+    if rows < 64:
+        return Tile(rows, 64 // num_weights, 256, 4, 4 if rows == 16 else 3)
+    if num_weights == 2:
+        return Tile(64, 64, 128, 4, 4)
+    if out >= 32768:
+        return Tile(64, 128, 128, 8, 3)
+    return Tile(64, 64, 128, 4, 4) if out > 4096 else Tile(64, 32, 256, 4, 4)
+
+
+@triton.jit
+def _tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
+    """Which tile a program takes: eight row tiles share a column of weights while it is in the cache."""
+    wide, high = tl.cdiv(num_out, OUT), tl.cdiv(num_rows, ROWS)
+    program = tl.program_id(0)
+    first = program // (8 * wide) * 8
+    height = tl.minimum(high - first, 8)
+    inside = program % (8 * wide)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row_tile, out_tile = _tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = out_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    at = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
+    w_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            x, w = tl.load(x_at + k), tl.load(w_at + k)
+        else:
+            x = tl.load(x_at + k, mask=at[None, :] < K - k, other=0.0)
+            w = tl.load(w_at + k, mask=at[:, None] < K - k, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias_ptr + col % OUT)[None, :].to(tl.float32)
+    y_at = y_ptr + row.to(tl.int64)[:, None] * OUT + col[None, :]
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & (col < OUT)[None, :])
+
+
+@triton.jit
+def _gated_linear_kernel(
+    x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row_tile, out_tile = _tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = out_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    at = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
+    gate_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
+    up_at = gate_at + OUT * K
+    gate = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+    up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            x, g, u = tl.load(x_at + k), tl.load(gate_at + k), tl.load(up_at + k)
+        else:
+            x = tl.load(x_at + k, mask=at[None, :] < K - k, other=0.0)
+            g = tl.load(gate_at + k, mask=at[:, None] < K - k, other=0.0)
+            u = tl.load(up_at + k, mask=at[:, None] < K - k, other=0.0)
+        gate = tl.dot(x, g, gate, input_precision="ieee")
+        up = tl.dot(x, u, up, input_precision="ieee")
+    if BIAS:
+        gate += tl.load(bias_ptr + col % OUT)[None, :].to(tl.float32)
+        up += tl.load(bias_ptr + OUT + col % OUT)[None, :].to(tl.float32)
+    dtype = y_ptr.dtype.element_ty
+    active = activate(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype)
+    y = active.to(tl.float32) * up.to(dtype).to(tl.float32)
+    y_at = y_ptr + row.to(tl.int64)[:, None] * OUT + col[None, :]
+    tl.store(y_at, y.to(dtype), mask=(row < num_rows)[:, None] & (col < OUT)[None, :])
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: Tile | None = None
+) -> torch.Tensor:
+    """Return x @ weight.T + bias.
+
+    Args:
+        x: [N, in]; rows may be strided, the last dimension is dense.
+        weight: [out, in] contiguous, x's dtype: fp32, fp16 or bf16.
+        bias: [out] or None.
+        tile: how to cut the product; None takes `tile_of`.
+
+    Returns:
+        [N, out], contiguous.
+    """
+    (out, k), n = weight.shape, len(x)
+    y = torch.empty(n, out, dtype=x.dtype, device=x.device)
+    if n:
+        t = tile or tile_of(n, out, k)
+        _linear_kernel[_grid(n, out, t)](
+            x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None,
+            t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    *,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return activation(gate) · up of a merged gate-up projection, without writing gate and up.
+
+    Both are rounded to the dtype before they are used, and activation(gate) too, as `linear` and `act_mul` do.
+
+    Args:
+        x: [N, in]; rows may be strided, the last dimension is dense.
+        weight: [2 I, in] contiguous, the gate's rows first.
+        bias: [2 I] or None.
+        activation: one of `specdec.kernels.activation.ACTIVATIONS`.
+        tile: how to cut the product; None takes `tile_of`.
+
+    Returns:
+        [N, I], contiguous.
+    """
+    assert activation in ACTIVATIONS
+    out, k, n = len(weight) // 2, weight.shape[1], len(x)
+    y = torch.empty(n, out, dtype=x.dtype, device=x.device)
+    if n:
+        t = tile or tile_of(n, out, k, num_weights=2)
+        _gated_linear_kernel[_grid(n, out, t)](
+            x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None, activation,
+            t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y
+
+
+def _grid(num_rows: int, out: int, t: Tile) -> tuple[int]:
+    return (triton.cdiv(num_rows, t.rows) * triton.cdiv(out, t.out),)
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    """The stride of a row; torch leaves that of a lone row arbitrary, and Triton compiles by its divisibility."""
+    return x.stride(0) if len(x) > 1 else x.shape[1]

@@ -1,0 +1,121 @@
+"""The target's choice in each row of logits, in Triton; reference and contract in `kernels/sample.py`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.sample import MIN_TEMPERATURE, check_sizes
+
+_BLOCK = 1024  # ids a program; a maximum doesn't depend on how it is split
+
+
+@triton.jit
+def _noise(seed, position, first_token, BLOCK: tl.constexpr):
+    """[BLOCK] float32: the noise of `kernels.gumbel`, four ids to a Philox counter."""
+    group = first_token // 4 + tl.arange(0, BLOCK // 4)
+    a, b, c, d = tl.philox(seed, group, position.to(tl.uint32), 0, 0)
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # a0 b0 c0 d0 a1 …
+    uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _best(scores):
+    """The maximum, its lowest index, and whether there was NaN, which a maximum may or may not see."""
+    nan = scores != scores
+    best, where = tl.max(tl.where(nan, float("-inf"), scores), 0, return_indices=True)
+    return best, where, tl.max(nan.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _block_kernel(
+    logits_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    best_ptr,
+    token_ptr,
+    row_stride,
+    num_real_tokens,
+    num_blocks,
+    rows_per_sequence,
+    MIN_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first_token = tl.program_id(1) * BLOCK
+    token = first_token + tl.arange(0, BLOCK)
+    real = token < num_real_tokens
+    scores = tl.load(logits_ptr + row * row_stride + token, mask=real, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row // rows_per_sequence)
+    if temperature > 0:
+        noise = _noise(tl.load(seeds_ptr + row // rows_per_sequence), tl.load(positions_ptr + row), first_token, BLOCK)
+        # `/` is not correctly rounded on float32, and a last bit can turn a decision.
+        scores = tl.div_rn(scores, tl.maximum(temperature, MIN_TEMPERATURE)) + noise
+    best, where, nan = _best(scores)
+    out = row * num_blocks + tl.program_id(1)
+    tl.store(best_ptr + out, tl.where(nan, float("nan"), best))
+    tl.store(token_ptr + out, first_token + where)
+
+
+@triton.jit
+def _row_kernel(best_ptr, token_ptr, out_ptr, num_blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    partial = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
+    best, where, nan = _best(partial)
+    token = tl.load(token_ptr + row * num_blocks + where).to(tl.int64)
+    tl.store(out_ptr + row, tl.where(nan | (best == float("-inf")), -1, token))
+
+
+def choose(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    num_real_tokens: int,
+    rows_per_sequence: int = 1,
+) -> Tensor:
+    """Return argmax(logits / temperature + gumbel(seed, position, token)) of each row, ties to the lowest id.
+
+    Two launches: each row's blocks of the vocabulary, then each row. Blocks of greedy rows draw no noise.
+
+    Args:
+        logits: [R, V] float32, float16 or bfloat16, rows contiguous.
+        temperature: [R / rows_per_sequence] float32, at least 0; 0 is greedy.
+        seeds: [R / rows_per_sequence] int64.
+        positions: [R] int64, output position of the token to choose, in [0, 2^32).
+        num_real_tokens: ids from here on pad the vocabulary and are never read; 1 to V.
+        rows_per_sequence: rows that share a temperature and a seed; they stand behind each other.
+
+    Returns:
+        [R] int64 token ids; -1 for a row that holds NaN, or -inf alone.
+
+    Raises:
+        ValueError: the sizes don't fit each other, or the rows of logits aren't contiguous.
+    """
+    check_sizes(logits, temperature, seeds, positions, num_real_tokens, rows_per_sequence)
+    if logits.stride(1) != 1:
+        raise ValueError(f"rows of logits must be contiguous, not of stride {logits.stride(1)}")
+    num_rows = len(logits)
+    num_blocks = triton.cdiv(num_real_tokens, _BLOCK)
+    best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
+    token = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _block_kernel[(num_rows, num_blocks)](
+        logits,
+        temperature.contiguous(),
+        seeds.contiguous(),
+        positions.contiguous(),
+        best,
+        token,
+        logits.stride(0),
+        num_real_tokens,
+        num_blocks,
+        rows_per_sequence,
+        MIN_TEMPERATURE,
+        _BLOCK,
+    )
+    _row_kernel[(num_rows,)](best, token, out, num_blocks, triton.next_power_of_2(num_blocks), num_warps=1)
+    return out

@@ -1,0 +1,80 @@
+"""The one place that chooses between the Triton kernels and their torch references."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from specdec.kernels import activation, attention, commit, linear, norm, rope, write
+
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation of each op that a model needs. The references' docstrings say what each does.
+
+    Args:
+        name: "torch" or "triton", as `specdec info` shows it.
+        linear: `specdec.kernels.linear.linear`.
+        gated_linear: `specdec.kernels.linear.gated_linear`.
+        rmsnorm, add_rmsnorm: those of `specdec.kernels.norm`.
+        rope_write: `specdec.kernels.rope.rope_write`.
+        kv_write: `specdec.kernels.write.kv_write`.
+        tree_attention: `specdec.kernels.attention.tree_attention`.
+        kv_commit: `specdec.kernels.commit.kv_commit`.
+    """
+
+    name: str
+    linear: Callable[..., torch.Tensor]
+    gated_linear: Callable[..., torch.Tensor]
+    rmsnorm: Callable[..., torch.Tensor]
+    add_rmsnorm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rope_write: Callable[..., torch.Tensor]
+    kv_write: Callable[..., None]
+    tree_attention: Callable[..., torch.Tensor]
+    kv_commit: Callable[..., None]
+
+
+TORCH_OPS = Ops(
+    name="torch",
+    linear=linear.linear,
+    gated_linear=linear.gated_linear,
+    rmsnorm=norm.rmsnorm,
+    add_rmsnorm=norm.add_rmsnorm,
+    rope_write=rope.rope_write,
+    kv_write=write.kv_write,
+    tree_attention=attention.tree_attention,
+    kv_commit=commit.kv_commit,
+)
+
+
+def choose_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = True) -> Ops:
+    """Return the ops for tensors of that kind: the Triton kernels on a GPU, the references elsewhere and in fp64.
+
+    Args:
+        device: where the tensors are.
+        dtype: of weights and activations.
+        deterministic: a row's bits don't depend on how many rows there are; else large products are the library's.
+    """
+    if device.type != "cuda" or dtype not in TRITON_DTYPES:
+        return TORCH_OPS
+    return triton_ops(deterministic)
+
+
+def triton_ops(deterministic: bool = True) -> Ops:
+    """Return the Triton kernels. They need a GPU, or Triton's interpreter."""
+    from specdec.kernels.gpu import attention, commit, fast, linear, norm, rope, write
+
+    products = linear if deterministic else fast
+    return Ops(
+        name="triton" if deterministic else "triton, not deterministic",
+        linear=products.linear,
+        gated_linear=products.gated_linear,
+        rmsnorm=norm.rmsnorm,
+        add_rmsnorm=norm.add_rmsnorm,
+        rope_write=rope.rope_write,
+        kv_write=write.kv_write,
+        tree_attention=attention.tree_attention,
+        kv_commit=commit.kv_commit,
+    )

@@ -1,0 +1,138 @@
+"""How many nodes a sequence's tree may have: as many as buy more tokens than their time costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from specdec.engine.cost import CostTable
+from specdec.engine.request import Request
+
+FIRST_RATE = 0.7
+"""Acceptance rate that a request is credited with before anything of it was verified."""
+LEARNING_RATE = 0.2
+"""Weight of the newest verified depth in the running acceptance rate."""
+FIRST_WAIT = 4
+"""Steps at one node before a request is probed for the first time."""
+LAST_WAIT = 64
+"""Most steps between two probes."""
+ROWS_OF_A_STEP = 256
+"""Where nothing was measured: so many rows are taken to double the time of a step on a GPU."""
+NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Node counts to choose from where nothing was measured."""
+PROBE_NODES = 4
+"""Most nodes of a probe, root included."""
+
+
+@dataclass(slots=True)
+class _RequestState:
+    rate: float = FIRST_RATE  # running chance that the next depth of a path is accepted
+    num_tried: int = 0  # verified depths counted so far
+    num_accepted: int = 0
+    num_drafted: int = 0
+    idle: int = 0  # steps at one node since the last probe
+    wait: int = FIRST_WAIT  # steps at one node before the next
+
+
+class NodeBudget:
+    """Limits each tree to the node count with the most expected tokens a second.
+
+    A sequence whose drafts are accepted at rate a is expected to emit E(n) = 1 + a + … + a^(n-1) tokens from n nodes.
+    Of the table's node counts, 1 among them, the one with the largest E(n) / seconds wins. The seconds are those of a
+    step whose other sequences have n nodes too, so that each pays for its own rows as if all were alike.
+
+    A request that is left with one node is probed with a few after 4 such steps, then after 8, 16, … up to 64, so that
+    it comes back once its drafts are right again; unless nodes would not pay if all were accepted.
+
+    Args:
+        table: measured step times; None limits nothing, and takes a guess where padding has to be paid for.
+        max_nodes: most nodes a sequence.
+    """
+
+    def __init__(self, table: CostTable | None, max_nodes: int) -> None:
+        self.table, self.max_nodes = table, max_nodes
+        self._states: dict[int, _RequestState] = {}
+        self._best = lru_cache(maxsize=4096)(self._alone)
+
+    def limit(self, request: Request, num_seqs: int) -> int:
+        """Return the most nodes of a request's next tree, root included.
+
+        Args:
+            request: whose tree.
+            num_seqs: sequences that share the step.
+        """
+        if self.table is None:
+            return self.max_nodes
+        state = self._states.setdefault(request.id, _RequestState())
+        context = -(-len(request.tokens) // 64) * 64
+        best = self._best(num_seqs, context, round(state.rate, 2))
+        if best > 1:
+            state.idle, state.wait = 0, FIRST_WAIT
+        elif state.idle >= state.wait:
+            return min(PROBE_NODES, self._best(num_seqs, context, 1.0))
+        return best
+
+    def shared_limit(self, requests: Sequence[Request]) -> int:
+        """Return the nodes of each tree of a step whose trees all have as many, padding included.
+
+        Args:
+            requests: those of the step.
+        """
+        states = [self._states.setdefault(r.id, _RequestState()) for r in requests]
+        context = max(len(r.tokens) for r in requests)
+        best = self._search(len(requests), context, [s.rate for s in states])
+        if best == 1 and any(s.idle >= s.wait for s in states):
+            return min(PROBE_NODES, self._search(len(requests), context, [1.0]))
+        if best > 1:
+            for state in states:
+                state.idle, state.wait = 0, FIRST_WAIT
+        return best
+
+    def observe(self, request: Request, max_nodes: int, *, padded: bool = False) -> None:
+        """Learn from a request's last step.
+
+        Args:
+            request: after its tokens were delivered and counted.
+            max_nodes: the nodes that its tree could have in that step.
+            padded: whether the step took the time of `max_nodes` nodes whatever the tree had: then a tree that
+                wasn't drafted counts as one that was refused.
+        """
+        state, stats = self._states.setdefault(request.id, _RequestState()), request.stats
+        num_tried = sum(stats.tried_by_depth)
+        num_accepted = stats.num_accepted_tokens - state.num_accepted
+        num_refused = num_tried - state.num_tried - num_accepted
+        for accepted in [1.0] * num_accepted + [0.0] * num_refused:
+            state.rate += LEARNING_RATE * (accepted - state.rate)
+        answered = stats.num_draft_tokens > state.num_drafted
+        if padded and max_nodes > 1 and not answered:
+            state.rate -= LEARNING_RATE * state.rate
+        if max_nodes == 1:
+            state.idle += 1
+        elif state.idle >= state.wait and (answered or padded):  # a probe that was answered
+            state.idle, state.wait = 0, min(2 * state.wait, LAST_WAIT)
+        state.num_tried, state.num_accepted = num_tried, stats.num_accepted_tokens
+        state.num_drafted = stats.num_draft_tokens
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is known of a request that ended."""
+        self._states.pop(request_id, None)
+
+    def _alone(self, num_seqs: int, context: int, rate: float) -> int:
+        return self._search(num_seqs, context, [rate])
+
+    def _search(self, num_seqs: int, context: int, rates: Sequence[float]) -> int:
+        """The node count with the most expected tokens a second at those acceptance rates; the smallest of equals."""
+        known = NODE_COUNTS if self.table is None else self.table.num_nodes
+        most = min(self.max_nodes, known[-1])  # nothing is known of larger trees
+        counts = [n for n in known if n < most] + [most]
+        gain = {n: sum(expected_tokens(r, n) for r in rates) / self._seconds(num_seqs, n, context) for n in counts}
+        return max(counts, key=lambda n: gain[n])
+
+    def _seconds(self, num_seqs: int, num_nodes: int, context: int) -> float:
+        if self.table is not None:
+            return self.table.seconds(num_seqs, num_nodes, context)
+        return 1 + num_seqs * num_nodes / ROWS_OF_A_STEP
+
+
+def expected_tokens(rate: float, num_nodes: int) -> float:
+    """Tokens expected of a chain of nodes, root included, each accepted at that rate once its parent is."""
+    return sum(rate**depth for depth in range(num_nodes))

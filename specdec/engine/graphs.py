@@ -1,0 +1,288 @@
+"""Decode steps as CUDA graphs, one for each bucket, replayed one step ahead of the host.
+
+While the device runs a step the host reads what the one before emitted, so that neither waits for the other. A request
+that ends is still in the step that has been launched; its tokens of that step are dropped.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from specdec.cache.pages import KVPages
+from specdec.drafters.protocol import Drafter, DraftsOnDevice
+from specdec.engine.budget import NODE_COUNTS, NodeBudget
+from specdec.engine.device import Bucket, DeviceState, DeviceStep
+from specdec.engine.request import Request
+from specdec.engine.scheduler import Scheduler
+from specdec.models.decoder import Decoder
+from specdec.models.protocol import PackedModel
+from specdec.params import SamplingParams
+from specdec.verifier.rules import AcceptanceRule, CoupledRule
+
+CONTEXTS = (1024, 2048, 8192, 32768)
+"""Bounds of a bucket's contexts; beyond the last one it is the longest sequence."""
+MAX_ROWS = 1024
+"""Most rows of a captured step: graphs hold their intermediate tensors."""
+AHEAD = 64
+"""Slots reserved beyond what the next steps may need, where blocks are free."""
+_RING = 4  # buffers that the device copies to and from; at most two steps are in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step emitted for one request.
+
+    Args:
+        request: whose.
+        tokens: the emitted tokens: the accepted drafts and the bonus token. -1: nothing could be chosen.
+        num_nodes: nodes of its tree, root included.
+        max_nodes: nodes that it could have had.
+    """
+
+    request: Request
+    tokens: list[int]
+    num_nodes: int
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStats:
+    """What the graphs cost: how many there are, seconds of capture, bytes of the device's memory that they hold."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step in flight: its requests by place, its result on the host once `done` is reached."""
+
+    requests: list[Request]
+    num_nodes: int
+    result: Tensor
+    done: Callable[[], object]
+
+
+@dataclass(slots=True)
+class _Captured:
+    step: DeviceStep
+    replay: Callable[[], object]
+
+
+def why_no_graph(model: PackedModel, drafter: Drafter, rule: AcceptanceRule) -> str | None:
+    """Return why the steps of an engine can't be captured, or None if they can."""
+    if not isinstance(model, Decoder):
+        return "the model runs by its own forward"
+    if not model.ops.name.startswith("triton"):
+        return f"the model runs by {model.ops.name} ops, not by Triton kernels"
+    if not isinstance(drafter, DraftsOnDevice):
+        return f"drafter {drafter.name!r} drafts on the host"
+    return None if isinstance(rule, CoupledRule) else f"rule {rule.name!r} runs on the host"
+
+
+def why_eager(request: Request) -> str | None:
+    """Return why a request can't be part of a captured step, or None if it can."""
+    p, plain = request.params, SamplingParams()
+    for name in _PROCESSING:
+        if getattr(p, name) != getattr(plain, name):
+            return name
+    return "scores or logits are kept" if request.keep_scores or request.keep_logits else None
+
+
+_PROCESSING = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "logprobs",
+    "min_new_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "allowed_token_ids",
+    "logits_processors",
+)
+"""Parameters that a captured step has no kernel for."""
+
+
+@dataclass(slots=True)
+class StepGraphs:
+    """Runs the running requests step by step on the device, where they allow it.
+
+    Args:
+        model: the target, with Triton kernels.
+        pages: its keys and values.
+        drafter: drafts on the device.
+        scheduler: whose running requests are run, and whose pool blocks are reserved from.
+        budget: how many nodes pay for themselves.
+        max_model_len: most tokens of a request.
+        num_real_tokens: ids from here on pad the vocabulary and are never emitted.
+    """
+
+    model: Decoder
+    pages: KVPages
+    drafter: DraftsOnDevice
+    scheduler: Scheduler
+    budget: NodeBudget
+    max_model_len: int
+    num_real_tokens: int
+    _state: DeviceState = field(init=False)
+    _loaded: list[Request] = field(default_factory=list)
+    _flying: deque[_Launched] = field(default_factory=deque)
+    _captured: dict[Bucket, _Captured] = field(default_factory=dict)
+    _launches: int = 0
+    _table_sizes: list[int] = field(default_factory=list)
+    _tables: list[Tensor] = field(init=False)
+    _results: list[Tensor] = field(init=False)
+    _seconds: float = 0.0
+    _bytes: int = 0
+
+    def __post_init__(self) -> None:
+        num_seqs, device = _at_least(self.scheduler.config.max_num_seqs), self.model.device
+        num_blocks = -(-(self.max_model_len + 2 * NODE_COUNTS[-1]) // self.pages.block_size)
+        self._state = DeviceState.make(num_seqs, self.max_model_len + NODE_COUNTS[-1], num_blocks, device)
+        pinned = device.type == "cuda"
+        self._tables = [torch.zeros(num_seqs, num_blocks, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)]
+        size = max(MAX_ROWS, num_seqs) * 3  # [B, n + 2] for any bucket
+        self._results = [torch.empty(size, dtype=torch.int64, pin_memory=pinned) for _ in range(_RING)]
+
+    @property
+    def stats(self) -> GraphStats:
+        """What was captured so far."""
+        return GraphStats(len(self._captured), self._seconds, self._bytes)
+
+    def step(self) -> list[Outcome] | None:
+        """Launch the next step and return what the oldest one in flight emitted.
+
+        Returns:
+            None if the requests must be run eagerly now; nothing is in flight then.
+        """
+        bucket = self._bucket()
+        if bucket is None:
+            return self._stop()
+        if not self._loaded:
+            self._load()
+        self._launch(bucket)
+        if len(self._flying) == 1:
+            return []
+        return self._read()
+
+    def _stop(self) -> list[Outcome] | None:
+        """Read what is in flight, and forget what the device knows: eager steps will move the requests on."""
+        outcomes = [outcome for _ in range(len(self._flying)) for outcome in self._read()]
+        self._loaded = []
+        return outcomes or None
+
+    def _bucket(self) -> Bucket | None:
+        """The shapes of the next step, its blocks reserved; None if it can't be launched."""
+        running = self.scheduler.running
+        if not running or self.scheduler.can_admit() or any(r.num_pending != 1 or why_eager(r) for r in running):
+            return None
+        if self._loaded and not self._still_fits(running):
+            return None
+        places = _at_least(len(self._loaded) or len(running))
+        nodes = self._num_nodes(running, places)
+        ahead = sum(launched.num_nodes for launched in self._flying) + nodes
+        longest = max(len(r.tokens) for r in running) + ahead
+        if longest > self.max_model_len or not self.scheduler.reserve_ahead(ahead, AHEAD):
+            return None
+        bounds = [bound for bound in CONTEXTS if bound >= longest]
+        return Bucket(places, nodes, min([*bounds, self.max_model_len]))
+
+    def _still_fits(self, running: Sequence[Request]) -> bool:
+        """Whether the requests on the device are those that run, and not fewer than half of the places."""
+        loaded = {r.id for r in self._loaded}
+        return all(r.id in loaded for r in running) and 2 * len(running) > _at_least(len(self._loaded)) // 2
+
+    def _num_nodes(self, running: Sequence[Request], places: int) -> int:
+        wanted = min(self.drafter.max_device_nodes(), self.scheduler.config.max_nodes, MAX_ROWS // places)
+        left = min(r.params.max_new_tokens - r.num_output for r in running)
+        if wanted > 1 and left > 1:
+            wanted = min(wanted, self.budget.shared_limit(running))
+        return max(n for n in NODE_COUNTS if n <= max(1, wanted))
+
+    def _load(self) -> None:
+        self._loaded = list(self.scheduler.running)
+        self._table_sizes = [-1] * len(self._loaded)
+        self._state.load(self._loaded)
+
+    def _launch(self, bucket: Bucket) -> None:
+        for place, request in enumerate(self._loaded):
+            if request.finish_reason is not None and self._table_sizes[place] != 0:
+                self._state.lengths[place] = 0
+                self._table_sizes[place] = 0
+        self._send_tables()
+        captured = self._captured.get(bucket) or self._capture(bucket)
+        captured.replay()
+        shape = captured.step.out.shape
+        result = self._results[self._launches % _RING][: shape.numel()].view(shape)
+        result.copy_(captured.step.out, non_blocking=True)
+        self._launches += 1
+        self._flying.append(_Launched(list(self._loaded), bucket.num_nodes, result, _mark(self.model.device)))
+
+    def _send_tables(self) -> None:
+        """Copy the block tables to the device if one has grown."""
+        sizes = [0 if r.finish_reason else len(r.block_table) for r in self._loaded]
+        if sizes == self._table_sizes:
+            return
+        table = self._tables[self._launches % _RING]
+        for place, request in enumerate(self._loaded):
+            blocks = request.block_table[: table.shape[1]]
+            table[place, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        count = len(self._loaded)
+        self._state.block_table[:count].copy_(table[:count], non_blocking=True)
+        self._table_sizes = sizes
+
+    def _read(self) -> list[Outcome]:
+        """Wait for the oldest step in flight and return what it emitted for requests that still run."""
+        launched = self._flying.popleft()
+        launched.done()
+        outcomes = []
+        for request, row in zip(launched.requests, launched.result.tolist(), strict=False):
+            if request.finish_reason is None:
+                *tokens, num_accepted, num_nodes = row
+                outcomes.append(Outcome(request, tokens[:num_accepted], num_nodes, launched.num_nodes))
+        return outcomes
+
+    def _capture(self, bucket: Bucket) -> _Captured:
+        """Run a bucket's step once without any sequence, so that all kernels are compiled, and capture it."""
+        start = perf_counter()
+        step = DeviceStep(bucket, self.model, self.pages, self._state, self.drafter, self.num_real_tokens)
+        captured = _Captured(step, step)
+        if self.model.device.type == "cuda":
+            lengths = self._state.lengths.clone()
+            self._state.lengths.zero_()
+            step()
+            before = torch.cuda.memory_reserved(self.model.device)
+            graph = torch.cuda.CUDAGraph()
+            pool = next((c.replay.__self__.pool() for c in self._captured.values()), None)  # type: ignore[attr-defined]
+            with torch.cuda.graph(graph, pool=pool):
+                step()
+            self._state.lengths.copy_(lengths)
+            self._bytes += torch.cuda.memory_reserved(self.model.device) - before
+            captured = _Captured(step, graph.replay)
+        self._captured[bucket] = captured
+        self._seconds += perf_counter() - start
+        return captured
+
+
+def _at_least(count: int) -> int:
+    """The next power of 2."""
+    return 1 << (count - 1).bit_length()
+
+
+def _mark(device: torch.device) -> Callable[[], object]:
+    """Return what waits for all that was launched so far."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize

@@ -1,0 +1,170 @@
+"""Captured steps: the same tokens as eager steps, blocks reserved ahead, and who may take part.
+
+Without a GPU nothing is captured: the same step runs in Triton's interpreter, one launch ahead all the same.
+"""
+
+from collections.abc import Collection, Sequence
+
+import pytest
+import torch
+
+from specdec.drafters.medusa import MedusaDrafter
+from specdec.drafters.ngram import NGramDrafter
+from specdec.drafters.none import NoDrafter
+from specdec.drafters.protocol import DraftQuery, Observation
+from specdec.engine.engine import Engine
+from specdec.engine.request import Request
+from specdec.errors import SpecdecError
+from specdec.kernels.ops import triton_ops
+from specdec.models.decoder import Decoder
+from specdec.params import SamplingParams
+from specdec.verifier.rules import TypicalRule
+from specdec.verifier.tree import TokenTree
+from tests.conftest import tiny_llama
+from tests.engines import drain, make_engine, outputs, run
+from tests.kernels import DEVICE, ON_GPU
+from tests.medusa import random_medusa
+
+pytestmark = pytest.mark.gpu if ON_GPU else []
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [3], [11, 12, 13] * 5]
+GREEDY = [SamplingParams(max_new_tokens=6)] * 3
+SIZE: dict[str, object] = {"dtype": torch.float32, "num_hidden_layers": 1, "num_key_value_heads": 1}
+
+
+class BushDrafter:
+    """Two guesses below the root, on the device: one random and one right if an oracle's answer is given."""
+
+    name = "bush"
+    reads_hidden = False
+    chains_only = False
+
+    def __init__(self, answers: dict[int, int] | None = None, width: int = 97) -> None:
+        self._next = torch.zeros(width, dtype=torch.int64, device=DEVICE)
+        for token, follower in (answers or {}).items():
+            self._next[token] = follower
+
+    def max_device_nodes(self) -> int:
+        return 4
+
+    def draft_on_device(
+        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        root = history.gather(1, (lengths - 1).clamp(min=0)[:, None]).long()  # [S, 1]
+        tokens = torch.cat([root, (root + 1) % 97, self._next[root], self._next[self._next[root]]], 1)[:, :num_nodes]
+        parents = torch.tensor([[-1, 0, 0, 2][:num_nodes]], device=history.device).expand(len(tokens), -1)
+        count = torch.full_like(lengths, num_nodes, dtype=torch.int32)
+        return tokens, parents, torch.where(lengths > 0, count, 0)
+
+    def propose(self, queries: Sequence[DraftQuery]) -> TokenTree:
+        return TokenTree.roots([q.tokens[-1] for q in queries])
+
+    def observe(self, observation: Observation) -> None: ...
+
+    def forget(self, request_ids: Collection[int]) -> None: ...
+
+
+def graph_engine(drafter: object = None, **config: int) -> Engine:
+    model = tiny_llama(**SIZE).to(DEVICE)
+    engine = make_engine(Decoder(model, triton_ops()), drafter or NoDrafter(), **config)  # type: ignore[arg-type]
+    assert engine.graphs is not None
+    return engine
+
+
+def plain(params: Sequence[SamplingParams], **config: int) -> list[list[int]]:
+    return outputs(run(make_engine(tiny_llama(**SIZE), **config), PROMPTS, params))
+
+
+def successors(answers: list[list[int]]) -> dict[int, int]:
+    return {a: b for tokens in answers for a, b in zip(tokens, tokens[1:], strict=False)}
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "bush"])
+def test_tokens_are_those_of_eager_steps(name: str) -> None:
+    params = [SamplingParams(max_new_tokens=n, seed=n, temperature=t) for n, t in ((7, 0.0), (4, 1.1), (9, 0.0))]
+    want = plain(params)
+    drafters = {"none": NoDrafter(), "ngram": NGramDrafter(), "bush": BushDrafter(successors(want))}
+    engine = graph_engine(drafters[name], max_nodes=4)
+    requests = run(engine, PROMPTS, params)
+    assert outputs(requests) == want
+    assert engine.graphs is not None and engine.graphs.stats.num_graphs > 0
+    assert [r.finish_reason for r in requests] == ["length"] * 3
+    if name == "bush":
+        assert max(r.stats.mean_acceptance_length for r in requests) > 1.2, "no draft was right: nothing was tested"
+
+
+def test_a_stop_costs_one_step_and_blocks_return() -> None:
+    want = plain(GREEDY)
+    stops = [SamplingParams(max_new_tokens=6, stop_token_ids=[tokens[3]]) for tokens in want]
+    engine = graph_engine()
+    requests = run(engine, PROMPTS, stops)
+    for request, tokens in zip(requests, want, strict=True):
+        assert request.finish_reason == "stop"
+        assert request.tokens[request.prompt_len :] == tokens[: tokens.index(tokens[3]) + 1]
+
+
+def test_requests_join_and_leave() -> None:
+    want = plain(GREEDY)
+    engine = graph_engine(max_num_seqs=2)
+    first = engine.add(PROMPTS[0], GREEDY[0])
+    for _ in range(4):
+        engine.step()
+    others = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS[1:]]
+    drain(engine)
+    assert outputs([first, *others]) == want
+
+
+def test_an_abort_in_flight() -> None:
+    want = plain(GREEDY)
+    engine = graph_engine()
+    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS]
+    while requests[0].num_output < 3:
+        engine.step()
+    engine.abort(requests[0])
+    drain(engine)
+    assert requests[0].finish_reason == "abort" and outputs(requests[1:]) == want[1:]
+
+
+def test_a_small_pool_goes_back_to_eager_steps() -> None:
+    """Where blocks can't be reserved ahead, eager steps preempt; tokens stay the same."""
+    params = [SamplingParams(max_new_tokens=18)] * 3
+    engine = graph_engine(num_blocks=4, max_model_len=64)
+    assert outputs(run(engine, PROMPTS, params)) == plain(params, max_model_len=64)
+
+
+def test_the_context_limit_is_reached() -> None:
+    params = [SamplingParams(max_new_tokens=100)] * 3
+    engine = graph_engine(NGramDrafter(), max_model_len=24, max_nodes=4)
+    requests = run(engine, PROMPTS, params)
+    assert outputs(requests) == plain(params, max_model_len=24)
+    assert all(len(r.tokens) == 24 and r.finish_reason == "length" for r in requests)
+
+
+def test_what_cannot_be_captured_runs_eagerly() -> None:
+    params = [GREEDY[0], SamplingParams(max_new_tokens=5, logprobs=1), SamplingParams(max_new_tokens=4, top_k=2)]
+    engine = graph_engine()
+    requests = run(engine, PROMPTS, params)
+    assert outputs(requests) == plain(params)
+    assert requests[1].logprobs
+
+
+def test_why_not() -> None:
+    model = tiny_llama(**SIZE).to(DEVICE)
+    assert "torch ops" in str(make_engine(tiny_llama()).why_no_graphs)
+    assert "drafts on the host" in str(make_engine(Decoder(model, triton_ops()), random_medusa(model)).why_no_graphs)
+    typical = make_engine(Decoder(model, triton_ops()), rule=TypicalRule())
+    assert "rule 'typical'" in str(typical.why_no_graphs) and typical.graphs is None
+    off = make_engine(Decoder(model, triton_ops()), cuda_graphs=False)
+    assert off.why_no_graphs == "cuda_graphs is off"
+    assert MedusaDrafter.reads_hidden
+
+
+def test_a_model_that_fails_is_named() -> None:
+    model = tiny_llama(**SIZE).to(DEVICE)
+    engine = make_engine(Decoder(model, triton_ops()))
+    request: Request = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=20))
+    while request.num_output < 2:
+        engine.step()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(SpecdecError, match="hold NaN"):
+        drain(engine)

@@ -1,0 +1,64 @@
+"""The Triton matrix products: against torch in float64, and their promise that a row's bits don't depend on N."""
+
+import pytest
+import torch
+
+from specdec.kernels.activation import act_mul
+from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
+from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
+
+pytestmark = pytest.mark.gpu if ON_GPU else []
+SHAPES = [(1, 48, 64), (7, 100, 72), (16, 33, 128), (33, 64, 200), (150, 40, 64)]
+"""Rows, outputs, k."""
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    n, out, k = shape
+    x, w, bias = random(n, k, dtype=dtype), random(out, k, dtype=dtype) / k**0.5, random(out, dtype=dtype)
+    assert_close(linear(x, w), x.double() @ w.double().T)
+    assert_close(linear(x, w, bias), x.double() @ w.double().T + bias.double())
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_products(dtype: torch.dtype, activation: str) -> None:
+    torch.manual_seed(1)
+    n, out, k = 5, 50, 72
+    x, w, bias = random(n, k, dtype=dtype), random(2 * out, k, dtype=dtype) / k**0.5, random(2 * out, dtype=dtype)
+    for b in (None, bias):
+        wide = x.double() @ w.double().T + (0 if b is None else b.double())
+        assert_close(gated_linear(x, w, b, activation), act_mul(wide, activation))
+
+
+def test_rows_may_be_strided() -> None:
+    x, w = random(4, 3, 64, dtype=torch.float16), random(32, 64, dtype=torch.float16)
+    assert torch.equal(linear(x[:, 1], w), linear(x[:, 1].contiguous(), w))
+    assert linear(x[:0, 1], w).shape == (0, 32)
+
+
+def test_every_row_count_has_a_tile() -> None:
+    for n in (1, 16, 17, 32, 33, 64, 65, 5000):
+        tile = tile_of(n, 4096, 4096)
+        assert tile.rows >= min(n, 64) and tile.k % 16 == 0
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter's products are a BLAS library's, whose bits depend on the size")
+@pytest.mark.parametrize("shape", [(960, 576), (4096, 4096), (1000, 1536), (4096, 14336)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(2)
+    out, k = shape
+    x, w = random(2048, k, dtype=dtype), random(out, k, dtype=dtype) / k**0.5
+    whole, gated = linear(x, w), gated_linear(x, w, None, "silu")
+    for n in (1, 7, 16, 32, 64, 256):
+        assert torch.equal(linear(x[:n], w), whole[:n]), f"{n} rows"
+        assert torch.equal(gated_linear(x[:n], w, None, "silu"), gated[:n]), f"{n} gated rows"
+    for tile in (Tile(16, 16, 64, 4, 4), Tile(16, 128, 128, 8, 3), Tile(64, 32, 128, 4, 3), Tile(128, 128, 64, 8, 3)):
+        assert torch.equal(linear(x[:256], w, tile=tile), whole[:256]), f"{tile}"
