@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.kernels import activation, attention, commit, linear, norm, rope, write
+from specdec.kernels import attention, commit, linear, norm, rope, write
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

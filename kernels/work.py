@@ -22,26 +22,28 @@ class AttentionWork:
         context_lens: [B] int32, keys before the first tree node.
         positions: [N] int64, of each row.
         ancestors: [N] int64 bitmask of each row; 0 for causal rows and padding.
-        row_sequences: [N] int32, sequence of each row.
         tree_rows: [T] int32, rows that are tree nodes.
+        tree_sequences: [T] int32, the sequence of each of them.
         tree_tiles: [tiles, 3] int32: sequence, first row, number of rows, of nodes that share a tile of queries.
         tree_block: rows × grouped heads that such a tile holds.
         chunk_tiles: [tiles, 3] int32, the same of causal rows.
         chunk_block: rows × grouped heads that such a tile holds.
         max_context: no context is longer.
+        nodes_per_sequence: n where row i is node i % n of sequence i // n, and there are no other rows; else 0.
     """
 
     block_table: torch.Tensor
     context_lens: torch.Tensor
     positions: torch.Tensor
     ancestors: torch.Tensor
-    row_sequences: torch.Tensor
     tree_rows: torch.Tensor
+    tree_sequences: torch.Tensor
     tree_tiles: torch.Tensor
     tree_block: int
     chunk_tiles: torch.Tensor
     chunk_block: int
     max_context: int
+    nodes_per_sequence: int = 0
 
     def work(self, group: int, max_block: int) -> "AttentionWork":
         """Itself: made for the kernel that asks."""
@@ -70,7 +72,9 @@ def make_work(
         group: query heads that share a key head.
         max_block: most rows × grouped heads in a tile, a power of 2.
     """
-    starts = [(b, row, row + n, end) for b, ((row, end), n) in enumerate(zip(pairwise(cu_seqlens_q), num_causal))]
+    starts = [
+        (b, row, row + n, end) for b, ((row, end), n) in enumerate(zip(pairwise(cu_seqlens_q), num_causal, strict=True))
+    ]
     chunks = [(b, row, node - row) for b, row, node, _ in starts if node > row]
     trees = [(b, node, end - node) for b, _, node, end in starts if end > node]
     chunk_block, tree_block = (
@@ -80,21 +84,21 @@ def make_work(
     chunk_tiles.reverse()  # the longest rows first
     parts = [
         list(context_lens),
-        [b for b, (row, end) in enumerate(pairwise(cu_seqlens_q)) for _ in range(end - row)],
         [row for _, first, n in trees for row in range(first, first + n)],
+        [b for b, _, n in trees for _ in range(n)],
         [x for tile in _tiles(trees, tree_block // group) for x in tile],
         [x for tile in chunk_tiles for x in tile],
     ]
     ends = list(accumulate(map(len, parts), initial=0))
     flat = torch.tensor([x for part in parts for x in part], dtype=torch.int32, device=positions.device)
-    contexts, sequences, rows, tree_tiles, chunk = (flat[a:b] for a, b in pairwise(ends))
+    contexts, rows, sequences, tree_tiles, chunk = (flat[a:b] for a, b in pairwise(ends))
     return AttentionWork(
         block_table=block_table.to(torch.int32),
         context_lens=contexts,
         positions=positions,
         ancestors=ancestors,
-        row_sequences=sequences,
         tree_rows=rows,
+        tree_sequences=sequences,
         tree_tiles=tree_tiles.view(-1, 3),
         tree_block=tree_block,
         chunk_tiles=chunk.view(-1, 3),

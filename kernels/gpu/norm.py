@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+
 _MAX_WIDTH = 16384
 
 
@@ -18,12 +20,13 @@ def _scaled(wide, w, eps: tl.constexpr, H: tl.constexpr):
 @triton.jit
 def _rmsnorm_kernel(
     x_ptr, weight_ptr, out_ptr, x_row, x_head, weight_head,
-    eps: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    eps: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.arange(0, BLOCK)
     mask = col < H
     w = tl.load(weight_ptr + head * weight_head + col, mask=mask, other=0)
+    wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_row + head * x_head + col, mask=mask, other=0)
     out = _scaled(x.to(WIDE), w, eps, H)
     tl.store(out_ptr + (row * tl.num_programs(1) + head) * H + col, out.to(x.dtype), mask=mask)
@@ -32,12 +35,13 @@ def _rmsnorm_kernel(
 @triton.jit
 def _add_rmsnorm_kernel(
     delta_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, delta_row, residual_row,
-    eps: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    eps: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < H
     w = tl.load(weight_ptr + col, mask=mask, other=0)
+    wait_for_inputs(PDL)
     delta = tl.load(delta_ptr + row * delta_row + col, mask=mask, other=0)
     residual = tl.load(residual_ptr + row * residual_row + col, mask=mask, other=0)
     total = (residual.to(WIDE) + delta.to(WIDE)).to(residual.dtype)
@@ -114,7 +118,8 @@ def _constants(x: torch.Tensor, eps: float) -> dict[str, object]:
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     wide = tl.float64 if x.dtype == torch.float64 else tl.float32
-    return {"eps": eps, "H": width, "WIDE": wide, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    warps = min(16, max(1, block // 512))
+    return {"eps": eps, "H": width, "WIDE": wide, "BLOCK": block, "num_warps": warps, **overlap(x.device)}
 
 
 def _row_stride(x: torch.Tensor) -> int:

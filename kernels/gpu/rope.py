@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+
 _HEADS = 4  # heads a program: few enough to spread one row over the device, enough for long prompts
 
 
@@ -11,8 +13,9 @@ _HEADS = 4  # heads a program: few enough to spread one row over the device, eno
 def _rope_write_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, slots_ptr, qkv_row, qkv_head, cos_row, sin_row,
     Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    WIDE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -75,6 +78,6 @@ def rope_write(
         qkv, cos, sin, q, k_pages, v_pages, slot_mapping.contiguous(),
         qkv.stride(0), qkv.stride(1), cos.stride(0), sin.stride(0),
         Q=num_heads, KV=num_kv_heads, D=dim, R=width, HEADS=_HEADS, BLOCK=triton.next_power_of_2(dim),
-        WIDE=tl.float64 if qkv.dtype == torch.float64 else tl.float32,
+        WIDE=tl.float64 if qkv.dtype == torch.float64 else tl.float32, **overlap(qkv.device),
     )  # fmt: skip
     return q

@@ -121,7 +121,7 @@ class DeviceStep:
         """[B, n + 2]: the emitted tokens, padded with -1; how many they are; how many nodes the tree had."""
         group = model.weights.num_heads // model.weights.num_kv_heads
         self._tree_block = tile_block(bucket.num_nodes, group, model.max_attention_block)
-        self._tiles, self._row_sequences, self._tree_rows = _layout(bucket, self._tree_block // group, model.device)
+        self._tiles, self._tree_sequences, self._tree_rows = _layout(bucket, self._tree_block // group, model.device)
 
     @torch.inference_mode()
     def __call__(self) -> None:
@@ -136,13 +136,14 @@ class DeviceStep:
             context_lens=(lengths - 1).to(torch.int32),
             positions=positions.view(-1),
             ancestors=ancestors.view(-1),
-            row_sequences=self._row_sequences,
             tree_rows=self._tree_rows,
+            tree_sequences=self._tree_sequences,
             tree_tiles=self._tiles,
             tree_block=self._tree_block,
             chunk_tiles=self._tiles[:0],
             chunk_block=self._tree_block,
             max_context=self.bucket.max_context,
+            nodes_per_sequence=n,
         )
         hidden = self._model.forward(Batch(tokens.view(-1), slots.view(-1), work), self._pages)
         at = (positions + 1 - s.prompt_lens[:b, None]).view(-1)  # output position of the token chosen at each node
