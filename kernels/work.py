@@ -30,6 +30,8 @@ class AttentionWork:
         chunk_block: rows × grouped heads that such a tile holds.
         max_context: no context is longer.
         nodes_per_sequence: n where row i is node i % n of sequence i // n, and there are no other rows; else 0.
+        arrived: [tiles · num_kv_heads] int32 zeros where all trees are chains and `nodes_per_sequence` is set: counts
+            the programs of a tile that are done, and is 0 again after each launch.
     """
 
     block_table: torch.Tensor
@@ -44,6 +46,7 @@ class AttentionWork:
     chunk_block: int
     max_context: int
     nodes_per_sequence: int = 0
+    arrived: torch.Tensor | None = None
 
     def work(self, group: int, max_block: int) -> "AttentionWork":
         """Itself: made for the kernel that asks."""
@@ -104,6 +107,53 @@ def make_work(
         chunk_tiles=chunk.view(-1, 3),
         chunk_block=chunk_block,
         max_context=max(context_lens),
+    )
+
+
+def uniform_work(
+    num_seqs: int,
+    num_nodes: int,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    positions: torch.Tensor,
+    ancestors: torch.Tensor,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_context: int,
+    chains: bool,
+) -> AttentionWork:
+    """Divide a batch of B sequences of n nodes each, whose lengths only the device knows.
+
+    Args:
+        num_seqs, num_nodes: B and n.
+        block_table: [B, M] int32.
+        context_lens: [B] int32.
+        positions, ancestors: [B n] int64; ancestors of padding are 0.
+        group: query heads a key head.
+        num_kv_heads, head_dim: attention's shape.
+        max_context: no context is longer.
+        chains: whether each tree is a chain.
+    """
+    block = tile_block(num_nodes, group, max_block(head_dim))
+    tiles = _tiles([(b, b * num_nodes, num_nodes) for b in range(num_seqs)], block // group)
+    device = positions.device
+    rows = torch.arange(num_seqs * num_nodes, dtype=torch.int32, device=device)
+    tree_tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
+    return AttentionWork(
+        block_table=block_table,
+        context_lens=context_lens,
+        positions=positions,
+        ancestors=ancestors,
+        tree_rows=rows,
+        tree_sequences=rows // num_nodes,
+        tree_tiles=tree_tiles,
+        tree_block=block,
+        chunk_tiles=tree_tiles[:0],
+        chunk_block=block,
+        max_context=max_context,
+        nodes_per_sequence=num_nodes,
+        arrived=torch.zeros(len(tiles) * num_kv_heads, dtype=torch.int32, device=device) if chains else None,
     )
 
 

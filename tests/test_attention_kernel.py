@@ -5,7 +5,9 @@ import torch
 
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.attention import tree_attention as reference
-from specdec.kernels.gpu.attention import num_splits, tree_attention
+from specdec.kernels.gpu.attention import tree_attention
+from specdec.kernels.gpu.online import num_splits
+from specdec.kernels.work import AttentionWork, uniform_work
 from specdec.verifier.tree import chain_parents
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 from tests.test_attention import build
@@ -89,6 +91,34 @@ def test_rows_of_padding_hold_zero() -> None:
     assert not bool(out[1:].any()) and bool(out[0].any())
 
 
+def chain_work(meta: AttentionMetadata, group: int, kv_heads: int, dim: int) -> AttentionWork:
+    """The same batch as a captured step has it; all its sequences have chains of as many nodes."""
+    lens = torch.tensor(meta.context_lens, dtype=torch.int32, device=DEVICE)
+    table, nodes = meta.block_table.int(), len(meta.positions) // len(lens)
+    return uniform_work(
+        len(lens), nodes, table, lens, meta.positions, meta.ancestors, group, kv_heads, dim, int(lens.max()), True
+    )
+
+
+@pytest.mark.parametrize("window", [None, 7, 100])
+@pytest.mark.parametrize("nodes", [1, 5, 20])
+def test_chains(nodes: int, window: int | None) -> None:
+    """Twice, since the counters of the first call must be 0 again; one sequence is of padding but for its root."""
+    torch.manual_seed(4)
+    chain = chain_parents(nodes)
+    meta, keys = build([(0, 0, chain), (250, 0, chain), (127, 0, chain), (40, 0, chain)], device=DEVICE)
+    meta.ancestors[3 * nodes + 1 :] = 0
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 2, 32, torch.float16, keys)
+    q = torch.randn(4 * nodes, 6, 32, device=DEVICE).half()
+    how = {"scale": 0.2, "window": window}
+    want = wide(meta, q, k, v, **how)
+    want[3 * nodes + 1 :] = 0
+    work = chain_work(meta, 3, 2, 32)
+    for _ in range(2):
+        assert_close(tree_attention(q, k, v, work, **how), want)
+        assert work.arrived is not None and not bool(work.arrived.any())
+
+
 def test_splits_cover_every_length() -> None:
     assert [num_splits(n) for n in (1, 128, 129, 2048, 2049, 3072, 3073)] == [1, 1, 2, 16, 17, 17, 18]
 
@@ -110,7 +140,7 @@ def _check_bits(dtype: torch.dtype, shape: tuple[int, int, int], window: int | N
     new = torch.randn(2, length, kv_heads, dim, device=DEVICE).to(dtype)
     blocks = -(-(length + 64) // 16)
 
-    def run(cached: int, causal: int, parents: list[int], tokens: list[int]) -> torch.Tensor:
+    def run(cached: int, causal: int, parents: list[int], tokens: list[int], chain: bool = False) -> torch.Tensor:
         """Attention of rows that stand for the given tokens, whose keys are at those rows' own places."""
         meta, keys = build([(cached, causal, parents)], device=DEVICE)
         pages = torch.full((2, blocks * 16, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE)
@@ -118,13 +148,18 @@ def _check_bits(dtype: torch.dtype, shape: tuple[int, int, int], window: int | N
         pages[:, slots[:cached]] = new[:, :cached]
         pages[:, slots[cached:]] = new[:, tokens]
         k, v = pages.view(2, blocks, 16, kv_heads, dim).unbind()
-        return tree_attention(q[tokens], k, v, meta, scale=dim**-0.5, window=window)
+        work = chain_work(meta, heads // kv_heads, kv_heads, dim) if chain else meta
+        return tree_attention(q[tokens], k, v, work, scale=dim**-0.5, window=window)
 
     whole = run(0, length, [], list(range(length)))
     cut = length // 3
     assert torch.equal(whole[cut:], run(cut, length - cut, [], list(range(cut, length))))
     for at in {0, 1, 15, 16, length // 2, length - 1}:
-        assert torch.equal(whole[at], run(at, 0, [-1], [at])[0]), f"token {at} of {length}"
+        for chain in (False, True):
+            assert torch.equal(whole[at], run(at, 0, [-1], [at], chain)[0]), f"token {at} of {length}"
+    for nodes in (2, 16, 60):
+        at = length - nodes
+        assert torch.equal(whole[at:], run(at, 0, chain_parents(nodes), list(range(at, length)), True)), nodes
     # A tree with two copies of the true path below the root: the second one's nodes are far from their places.
     depth = min(20, length - 1)
     root = length - 1 - depth

@@ -15,22 +15,26 @@ import triton.language as tl
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Let the next kernel start, and wait until the kernels before have ended."""
-    if PDL:
+    if PDL > 1:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL > 0:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def prefetch(pointers, PDL: tl.constexpr):
     """Bring the cache lines at these addresses into the second-level cache."""
-    if PDL:
+    if PDL > 0:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
+MODE = 2
+
+
 @cache
-def overlap(device: torch.device) -> dict[str, bool]:
+def overlap(device: torch.device) -> dict[str, int]:
     """Return the launch options of a kernel that calls `wait_for_inputs`: on Hopper GPUs and later it starts early."""
     early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": early, "launch_pdl": early}
+    return {"PDL": MODE if early else 0, "launch_pdl": early and MODE > 0}

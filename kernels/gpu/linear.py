@@ -15,7 +15,6 @@ from specdec.kernels.activation import ACTIVATIONS
 from specdec.kernels.gpu.activation import activate
 from specdec.kernels.gpu.launch import overlap, prefetch, wait_for_inputs
 
-
 PREFETCH = 512
 """Elements of each row of weights that are fetched before the inputs are there."""
 
@@ -102,7 +101,8 @@ def _linear_kernel(
 @triton.jit
 def _gated_linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row_tile, out_tile = _tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

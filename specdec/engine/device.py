@@ -4,7 +4,7 @@ Everything that changes from step to step is read from `DeviceState` when the st
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from specdec.kernels.gpu.advance import advance
 from specdec.kernels.gpu.moves import moves
 from specdec.kernels.gpu.rows import tree_rows
 from specdec.kernels.gpu.sample import choose
-from specdec.kernels.work import AttentionWork, tile_block
+from specdec.kernels.work import uniform_work
 from specdec.models.batch import Batch
 from specdec.models.decoder import Decoder
 
@@ -119,9 +119,22 @@ class DeviceStep:
         shape = (bucket.num_seqs, bucket.num_nodes + 2)
         self.out = torch.empty(shape, dtype=torch.int64, device=model.device)
         """[B, n + 2]: the emitted tokens, padded with -1; how many they are; how many nodes the tree had."""
-        group = model.weights.num_heads // model.weights.num_kv_heads
-        self._tree_block = tile_block(bucket.num_nodes, group, model.max_attention_block)
-        self._tiles, self._tree_sequences, self._tree_rows = _layout(bucket, self._tree_block // group, model.device)
+        empty = torch.zeros(bucket.num_seqs * bucket.num_nodes, dtype=torch.int64, device=model.device)
+        w = model.weights
+        self._work = uniform_work(
+            bucket.num_seqs,
+            bucket.num_nodes,
+            state.block_table[: bucket.num_seqs],
+            empty[: bucket.num_seqs].to(torch.int32),
+            empty,
+            empty,
+            w.num_heads // w.num_kv_heads,
+            w.num_kv_heads,
+            w.head_dim,
+            bucket.max_context,
+            drafter.chains_only,
+        )
+        """What doesn't change from step to step; each step puts in its own lengths, positions and ancestors."""
 
     @torch.inference_mode()
     def __call__(self) -> None:
@@ -131,19 +144,11 @@ class DeviceStep:
         lengths, table = s.lengths[:b], s.block_table[:b]
         tokens, parents, num_nodes = self._drafter.draft_on_device(s.history[:b], lengths, n)
         positions, slots, ancestors = tree_rows(parents, num_nodes, lengths, table, self._pages.block_size)
-        work = AttentionWork(
-            block_table=table,
+        work = replace(
+            self._work,
             context_lens=(lengths - 1).to(torch.int32),
             positions=positions.view(-1),
             ancestors=ancestors.view(-1),
-            tree_rows=self._tree_rows,
-            tree_sequences=self._tree_sequences,
-            tree_tiles=self._tiles,
-            tree_block=self._tree_block,
-            chunk_tiles=self._tiles[:0],
-            chunk_block=self._tree_block,
-            max_context=self.bucket.max_context,
-            nodes_per_sequence=n,
         )
         hidden = self._model.forward(Batch(tokens.view(-1), slots.view(-1), work), self._pages)
         at = (positions + 1 - s.prompt_lens[:b, None]).view(-1)  # output position of the token chosen at each node
@@ -155,11 +160,3 @@ class DeviceStep:
             self._pages.commit_slots(*moves(path, num_accepted, lengths, table, self._pages.block_size))
         advance(s.history[:b], lengths, emitted, num_accepted)
         torch.cat([emitted, num_accepted[:, None].long(), num_nodes[:, None].long()], 1, out=self.out)
-
-
-def _layout(bucket: Bucket, rows_per_tile: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Tiles [tiles, 3], sequence of each row [B n], and the rows [B n]; all int32."""
-    b, n = bucket.num_seqs, bucket.num_nodes
-    tiles = [(i, i * n + j, min(rows_per_tile, n - j)) for i in range(b) for j in range(0, n, rows_per_tile)]
-    rows = torch.arange(b * n, dtype=torch.int32, device=device)
-    return torch.tensor(tiles, dtype=torch.int32, device=device), rows // n, rows

@@ -283,6 +283,6 @@ def _mark(device: torch.device) -> Callable[[], object]:
     """Return what waits for all that was launched so far."""
     if device.type != "cuda":
         return lambda: None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event.synchronize

@@ -1,6 +1,7 @@
 """Builds the tensors of a step from its plan and its trees."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -56,4 +57,5 @@ def pack(plan: Plan, tree: TokenTree, block_size: int, device: torch.device) -> 
         num_rows += item.num_causal + last - first
     batch = pack_rows(sequences, block_size, device)
     rows = torch.tensor(tree_rows, dtype=torch.int64, device=device)
-    return Packed(batch, rows, batch.attention.cu_seqlens_q[:-1])
+    starts = accumulate((len(s.tokens) for s in sequences[:-1]), initial=0)
+    return Packed(batch, rows, tuple(starts))

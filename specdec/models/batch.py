@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.kernels.attention import AttentionMetadata
+from specdec.kernels.work import AttentionWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Batch:
 
     input_ids: torch.Tensor
     slot_mapping: torch.Tensor
-    attention: AttentionMetadata
+    attention: AttentionMetadata | AttentionWork
 
 
 @dataclass(frozen=True, slots=True)

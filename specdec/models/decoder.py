@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from specdec.cache.pages import KVLayout, KVPages
 from specdec.kernels.ops import Ops, choose_ops
-from specdec.kernels.work import max_block
 from specdec.models.batch import Batch
 from specdec.models.rope import Rotary
 from specdec.models.weights import DecoderWeights, LayerWeights, share_weights
@@ -37,7 +36,6 @@ class Decoder:
         self.dtype: torch.dtype = self.weights.embed.dtype
         w = self.weights
         self.kv_layout = KVLayout(len(w.layers), w.num_kv_heads, w.head_dim, self.dtype)
-        self.max_attention_block = max_block(w.head_dim)
         self.ops = ops or choose_ops(self.device, self.dtype)
         self._angles = _tables(w.rotary, self.max_len, self.dtype) if self.device.type == "cuda" else None
 

@@ -1,0 +1,163 @@
+"""The arithmetic of attention that all kernels share, so that a row's bits are the same through each of them.
+
+A row reduces over its keys in one order: the keys of positions 0, 1, 2, … in tiles of a fixed size, online softmax from
+tile to tile within a split, the splits merged from the first to the last. Splits are fixed ranges of positions. A tile
+or a split of which a row sees nothing leaves its state as it was, bit for bit.
+
+Kernels that use this are compiled without fused multiply-adds (`enable_fp_fusion`): whether the compiler fuses depends
+on the code around. Row sums are taken by a dot with ones: the order of a reduction depends on the tile's layout.
+
+Sources: Dao, "FlashAttention-2" (2023); split keys as in Flash-Decoding (2023).
+"""
+
+import triton
+import triton.language as tl
+
+SMALL_SPLIT, NUM_SMALL, LARGE_SPLIT = 128, 16, 1024
+"""The first 16 splits hold 128 positions each, the others 1,024: short contexts need parallel programs, long ones few
+partial results."""
+
+
+def key_tile(head_dim: int) -> int:
+    """Keys of a tile."""
+    return 64 if head_dim <= 128 else 32
+
+
+def num_splits(max_keys: int) -> int:
+    """Splits that `max_keys` positions reach into."""
+    small = SMALL_SPLIT * NUM_SMALL
+    if max_keys <= small:
+        return -(-max_keys // SMALL_SPLIT)
+    return NUM_SMALL + -(-(max_keys - small) // LARGE_SPLIT)
+
+
+@triton.jit
+def split_of(tile, SMALL: tl.constexpr, NUM: tl.constexpr, LARGE: tl.constexpr):
+    """The split that a tile is in."""
+    return tl.where(tile < SMALL * NUM, tile // SMALL, NUM + (tile - SMALL * NUM) // LARGE)
+
+
+@triton.jit
+def start_of(split, SMALL: tl.constexpr, NUM: tl.constexpr, LARGE: tl.constexpr):
+    """The first tile of a split."""
+    return tl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
+
+
+@triton.jit
+def empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The state before any key: maximum [M], sum of weights [M, 16], weighted values [M, D]."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    return m, tl.zeros([BLOCK_M, 16], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+
+@triton.jit
+def update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
+    """One more tile of keys: maximum [M], sum of weights [M, 16], weighted values [M, D]."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, TILE]
+    if SOFTCAP:
+        x = s * scale / softcap
+        s = softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)) * 1.4426950408889634
+    else:
+        s = s * (scale * 1.4426950408889634)
+    if MASKED:
+        s = tl.where(see, s, float("-inf"))
+    top = tl.maximum(m, tl.max(s, 1))
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(s - finite[:, None]).to(v.dtype)
+    keep = tl.exp2(m - finite)
+    ones = tl.full([p.shape[1], 16], 1.0, v.dtype)
+    total = tl.dot(p, ones, total * keep[:, None], input_precision="ieee")
+    acc = tl.dot(p, v, acc * keep[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def merge(m, total, acc, m_next, total_next, acc_next):
+    """Put a split behind those before it."""
+    top = tl.maximum(m, m_next)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    a, b = tl.exp2(m - finite), tl.exp2(m_next - finite)
+    total = total * a[:, None] + total_next * b[:, None]
+    acc = acc * a[:, None] + acc_next * b[:, None]
+    return top, total, acc
+
+
+@triton.jit
+def load_q(q_ptr, row, head, ok, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Queries of rows and heads: [M, D], 0 where not ok."""
+    d = tl.arange(0, BLOCK_D)
+    at = (row.to(tl.int64) * H + head)[:, None] * D + d[None, :]
+    return tl.load(q_ptr + at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def slots(table_ptr, key, ok, BLOCK_SIZE: tl.constexpr):
+    """Slots of keys under a block table: [TILE] int64."""
+    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=ok, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + key % BLOCK_SIZE
+
+
+@triton.jit
+def load_kv(k_ptr, v_ptr, slot, ok, head, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys and values of slots: [TILE, D] each, 0 where not ok."""
+    d = tl.arange(0, BLOCK_D)
+    at = (slot * G + head)[:, None] * D + d[None, :]
+    see = ok[:, None] & (d < D)[None, :]
+    return tl.load(k_ptr + at, mask=see, other=0.0), tl.load(v_ptr + at, mask=see, other=0.0)
+
+
+@triton.jit
+def store_out(out_ptr, row, head, ok, total, acc, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Divide by the weights and store; what saw nothing is 0."""
+    d = tl.arange(0, BLOCK_D)
+    weight = tl.max(total, 1)  # all 16 columns are the same
+    out = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    at = (row.to(tl.int64) * H + head)[:, None] * D + d[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def load_state(
+    m_ptr, total_ptr, acc_ptr, split, num_rows, row, head, ok, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Where a split ended, read past the first-level cache: another program may have put it down."""
+    state = (split * num_rows + row).to(tl.int64) * H + head
+    d = tl.arange(0, BLOCK_D)
+    m = tl.load(m_ptr + state, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(total_ptr + state, mask=ok, other=0.0, cache_modifier=".cg")
+    see = ok[:, None] & (d < D)[None, :]
+    acc = tl.load(acc_ptr + state[:, None] * D + d[None, :], mask=see, other=0.0, cache_modifier=".cg")
+    return m, tl.broadcast_to(total[:, None], [total.shape[0], 16]), acc
+
+
+@triton.jit
+def store_state(
+    m_ptr, total_ptr, acc_ptr, split, num_rows, row, head, ok, m, total, acc,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Put down where a split ended."""
+    state = (split * num_rows + row).to(tl.int64) * H + head
+    d = tl.arange(0, BLOCK_D)
+    tl.store(m_ptr + state, m, mask=ok)
+    tl.store(total_ptr + state, tl.max(total, 1), mask=ok)  # all 16 columns are the same
+    tl.store(acc_ptr + state[:, None] * D + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def merge_splits(
+    m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Merge the states of splits `first` to `end` in their order."""
+    m, total, acc = empty(BLOCK_M, BLOCK_D)
+    for split in range(first, end, 4):  # four loads are under way; a split behind the last one is empty
+        a = load_state(m_ptr, total_ptr, acc_ptr, split, num_rows, row, head, ok, H, D, BLOCK_D)
+        in_b, in_c, in_d = ok & (split + 1 < end), ok & (split + 2 < end), ok & (split + 3 < end)
+        b = load_state(m_ptr, total_ptr, acc_ptr, split + 1, num_rows, row, head, in_b, H, D, BLOCK_D)
+        c = load_state(m_ptr, total_ptr, acc_ptr, split + 2, num_rows, row, head, in_c, H, D, BLOCK_D)
+        d = load_state(m_ptr, total_ptr, acc_ptr, split + 3, num_rows, row, head, in_d, H, D, BLOCK_D)
+        m, total, acc = merge(m, total, acc, a[0], a[1], a[2])
+        m, total, acc = merge(m, total, acc, b[0], b[1], b[2])
+        m, total, acc = merge(m, total, acc, c[0], c[1], c[2])
+        m, total, acc = merge(m, total, acc, d[0], d[1], d[2])
+    return m, total, acc

@@ -1,0 +1,185 @@
+"""Attention of token trees: what all nodes share, then each node's own path.
+
+`context_kernel` runs the nodes of a tree through the tiles that they all see, split by split, all nodes and grouped
+heads in one tile of queries, so that each key is read once. It leaves the state of each split. `tail_kernel` goes on,
+node by node, from the last split's state through the rest of the context and the node's own path, in the path's order,
+and merges the splits. So a node's bits are those of the same tokens decoded one by one, wherever the nodes stand.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec.kernels.gpu.launch import wait_for_inputs
+from specdec.kernels.gpu.online import (
+    empty,
+    load_kv,
+    load_q,
+    load_state,
+    merge,
+    merge_splits,
+    slots,
+    split_of,
+    start_of,
+    store_out,
+    store_state,
+    update,
+)
+
+
+@triton.jit
+def context_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    m_ptr,
+    total_ptr,
+    acc_ptr,
+    tiles_ptr,
+    table_ptr,
+    context_ptr,
+    positions_ptr,
+    table_stride,
+    num_rows,
+    scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    SMALL: tl.constexpr,
+    NUM: tl.constexpr,
+    LARGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One split of one tile of nodes."""
+    GROUP: tl.constexpr = H // G
+    wait_for_inputs(PDL)
+    tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile_at = tiles_ptr + tile_of * 3
+    sequence, first, count = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
+    context = tl.load(context_ptr + sequence).to(tl.int32)
+    shared = context // TILE  # tiles that every node sees
+    if start_of(split, SMALL, NUM, LARGE) <= shared:
+        lane = tl.arange(0, BLOCK_M)
+        row, head, ok = first + lane // GROUP, kv_head * GROUP + lane % GROUP, lane // GROUP < count
+        q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
+        table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
+        from_tile = start_of(split, SMALL, NUM, LARGE)
+        if WINDOW > 0:
+            position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
+            from_tile = tl.maximum(from_tile, tl.maximum(context - WINDOW + 1, 0) // TILE)
+        to_tile = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), shared)
+        m, total, acc = empty(BLOCK_M, BLOCK_D)
+        for tile in range(from_tile, to_tile):
+            key = tile * TILE + tl.arange(0, TILE)
+            there = key >= 0
+            slot = slots(table_at, key, there, BLOCK_SIZE)
+            k, v = load_kv(k_ptr, v_ptr, slot, there, kv_head, G, D, BLOCK_D)
+            see = there[None, :]
+            if WINDOW > 0:
+                see = key[None, :] > position[:, None] - WINDOW
+            m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, WINDOW > 0)
+        store_state(m_ptr, total_ptr, acc_ptr, split, num_rows, row, head, ok, m, total, acc, H, D, BLOCK_D)
+
+
+@triton.jit
+def _path_keys(position, context, ancestors):
+    """Keys of a node's path at the given positions: those before the root, then its ancestors in their order."""
+    node = tl.arange(0, 64)
+    bit = ((ancestors >> node) & 1).to(tl.int32)
+    depth = tl.cumsum(bit, 0) - 1
+    match = (depth[None, :] == (position - context)[:, None]) & (bit[None, :] == 1)  # [TILE, 64]
+    return tl.where(position < context, position, context + tl.sum(tl.where(match, node[None, :], 0), 1))
+
+
+@triton.jit
+def _load_path(
+    k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys and values of a node's path, and which of them the node sees."""
+    at = tile * TILE + tl.arange(0, TILE)
+    see = (at <= position) & (ancestors != 0)
+    if WINDOW > 0:
+        see = see & (at > position - WINDOW)
+    key = at
+    if (ancestors & (ancestors + 1)) != 0:  # else it is a chain, whose nodes stand in their order
+        key = _path_keys(at, context, ancestors)
+    slot = slots(table_at, key, see, BLOCK_SIZE)
+    k, v = load_kv(k_ptr, v_ptr, slot, see, kv_head, G, D, BLOCK_D)
+    return k, v, see
+
+
+@triton.jit
+def tail_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    m_ptr,
+    total_ptr,
+    acc_ptr,
+    rows_ptr,
+    sequences_ptr,
+    table_ptr,
+    context_ptr,
+    positions_ptr,
+    ancestors_ptr,
+    table_stride,
+    num_rows,
+    scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    SMALL: tl.constexpr,
+    NUM: tl.constexpr,
+    LARGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The rest of the keys of one node, and all its splits."""
+    GROUP: tl.constexpr = H // G
+    wait_for_inputs(PDL)
+    node, kv_head = tl.program_id(0), tl.program_id(1)
+    row_of, sequence = tl.load(rows_ptr + node), tl.load(sequences_ptr + node)
+    context = tl.load(context_ptr + sequence).to(tl.int32)
+    position = tl.load(positions_ptr + row_of).to(tl.int32)
+    ancestors = tl.load(ancestors_ptr + row_of)
+    lane = tl.arange(0, BLOCK_M)
+    row, head, ok = row_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
+    q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
+    table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
+    shared = context // TILE
+    # The first tile's keys are under way while the splits before are merged.
+    k, v, see = _load_path(k_ptr, v_ptr, table_at, shared, position, context, ancestors, kv_head,
+                           WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
+    last_split = split_of(shared, SMALL, NUM, LARGE)
+    m_of, total_of, acc_of = load_state(m_ptr, total_ptr, acc_ptr, last_split, num_rows, row, head, ok, H, D, BLOCK_D)
+    first_split = last_split * 0
+    if WINDOW > 0:
+        first_split = tl.minimum(split_of(tl.maximum(position - WINDOW + 1, 0) // TILE, SMALL, NUM, LARGE), last_split)
+    m, total, acc = merge_splits(
+        m_ptr, total_ptr, acc_ptr, first_split, last_split, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D
+    )
+    m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
+    for tile in range(shared + 1, position // TILE + 1):
+        if start_of(split_of(tile, SMALL, NUM, LARGE), SMALL, NUM, LARGE) == tile:
+            m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
+            m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
+        k, v, see = _load_path(k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head,
+                               WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
+        m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
+    m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
+    store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)
