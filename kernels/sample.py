@@ -19,8 +19,9 @@ def choose(
 ) -> Tensor:
     """Return argmax(logits / temperature + gumbel(seed, position, token)) of each row, ties to the lowest id.
 
-    The decisions are those of `verifier.rules.choose` for requests that set nothing but temperature and seed: float32
-    scores, IEEE division, the noise of `kernels.gumbel`. A temperature of 0 takes neither division nor noise.
+    The decisions are those of `verifier.rules.choose` for requests that set nothing but temperature and seed, and of
+    those that set top_k, top_p or min_p too if the logits come from `kernels.cuts.cut`: float32 scores, IEEE division,
+    the noise of `kernels.gumbel`. A temperature of 0 takes neither division nor noise.
 
     Args:
         logits: [R, V] float32, float16 or bfloat16, rows contiguous.

@@ -137,6 +137,11 @@ class SamplingParams:
         """Whether the choice is the most likely token."""
         return self.temperature == 0
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are dropped by their rank or probability: the request samples with top_k, top_p or min_p."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     def seeds(self) -> list[int]:
         """Return the seeds of the n answers; `seed` must be set."""
         assert self.seed is not None, "the engine sets it"

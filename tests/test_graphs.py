@@ -139,12 +139,39 @@ def test_the_context_limit_is_reached() -> None:
     assert all(len(r.tokens) == 24 and r.finish_reason == "length" for r in requests)
 
 
+def test_cuts_run_in_captured_steps_beside_greedy_requests() -> None:
+    """The last steps, after the requests with cuts have ended, have none."""
+    prompts = [*PROMPTS, [3, 4]]
+    params = [
+        SamplingParams(max_new_tokens=5, seed=1, temperature=1.5, top_k=3, min_p=0.02),
+        SamplingParams(max_new_tokens=3),
+        SamplingParams(max_new_tokens=5, seed=3, temperature=1.2, top_p=0.6, top_k=10**30),
+        SamplingParams(max_new_tokens=12, seed=4, temperature=1.1),
+    ]
+    want = outputs(run(make_engine(tiny_llama(**SIZE)), prompts, params))
+    engine = graph_engine(BushDrafter(successors(want)), max_nodes=4)
+    assert outputs(run(engine, prompts, params)) == want
+    uncut = [SamplingParams(max_new_tokens=p.max_new_tokens, seed=p.seed, temperature=p.temperature) for p in params]
+    plain_tokens = outputs(run(make_engine(tiny_llama(**SIZE)), prompts, uncut))
+    assert plain_tokens[0] != want[0] and plain_tokens[2] != want[2], "nothing was cut"
+    assert engine.graphs is not None
+    assert {bucket.cuts for bucket in engine.graphs._captured} == {True, False}
+
+
+def test_greedy_requests_pay_for_no_cuts() -> None:
+    params = [SamplingParams(max_new_tokens=3, top_k=3, top_p=0.5, min_p=0.1)] * 3
+    engine = graph_engine()
+    assert outputs(run(engine, PROMPTS, params)) == plain(params)
+    assert engine.graphs is not None and not any(bucket.cuts for bucket in engine.graphs._captured)
+
+
 def test_what_cannot_be_captured_runs_eagerly() -> None:
-    params = [GREEDY[0], SamplingParams(max_new_tokens=5, logprobs=1), SamplingParams(max_new_tokens=4, top_k=2)]
+    params = [GREEDY[0], SamplingParams(max_new_tokens=6, logprobs=1), SamplingParams(max_new_tokens=4, top_k=2)]
     engine = graph_engine()
     requests = run(engine, PROMPTS, params)
     assert outputs(requests) == plain(params)
-    assert requests[1].logprobs
+    assert len(requests[1].logprobs) == 6
+    assert engine.graphs is not None and engine.graphs.stats.num_graphs == 0
 
 
 def test_why_not() -> None:

@@ -93,7 +93,7 @@ def _add_noise(scores: Tensor, nodes: Sequence[NodeContext]) -> Tensor:
     """Scores plus noise; where cuts left few tokens only theirs is drawn, which is faster on a CPU, the bits equal."""
     seeds = torch.tensor([_seed(node) for node in nodes], dtype=torch.int64, device=scores.device)
     positions = torch.tensor([node.position for node in nodes], dtype=torch.int64, device=scores.device)
-    if all(node.params.top_k or node.params.top_p < 1 or node.params.min_p for node in nodes):
+    if all(node.params.cuts for node in nodes):
         rows, tokens = (scores > -torch.inf).nonzero(as_tuple=True)
         if len(tokens) < scores.numel() // 8:
             noise = gumbel_noise_at(seeds[rows], positions[rows], tokens.unsqueeze(1)).squeeze(1)

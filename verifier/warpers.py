@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from specdec.kernels.cuts import keep_min_p, keep_top_k, keep_top_p
+from specdec.kernels.sample import MIN_TEMPERATURE
 from specdec.verifier.nodes import NodeContext, change_rows
 
 _TOP_P_HEAD = 1024  # most nuclei are smaller; sorting this many of 49,152 tokens takes a tenth of the time
-_MIN_TEMPERATURE = 1e-6  # below it, divided float32 logits could overflow; the choice is the greedy one anyway
 
 
 def warp(scores: Tensor, nodes: Sequence[NodeContext]) -> Tensor:
@@ -29,7 +30,7 @@ def warp(scores: Tensor, nodes: Sequence[NodeContext]) -> Tensor:
     scores = _warp(scores, {row: p.temperature for row, p in sampled.items() if p.temperature != 1}, _temperature)
     scores = _warp(scores, {row: p.top_k for row, p in sampled.items() if 0 < p.top_k < vocab_size}, _top_k)
     scores = _warp(scores, {row: p.top_p for row, p in sampled.items() if p.top_p < 1}, _top_p)
-    return _warp(scores, {row: p.min_p for row, p in sampled.items() if p.min_p > 0}, _min_p)
+    return _warp(scores, {row: p.min_p for row, p in sampled.items() if p.min_p > 0}, keep_min_p)
 
 
 def _warp(scores: Tensor, values: dict[int, float], warper: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -39,37 +40,20 @@ def _warp(scores: Tensor, values: dict[int, float], warper: Callable[[Tensor, Te
 
 
 def _temperature(scores: Tensor, temperature: Tensor) -> Tensor:
-    return scores / temperature.clamp(min=_MIN_TEMPERATURE).to(scores.dtype)
+    return scores / temperature.clamp(min=MIN_TEMPERATURE).to(scores.dtype)
 
 
 def _top_k(scores: Tensor, k: Tensor) -> Tensor:
-    """Drop what scores below the k-th best; tokens tied with it stay."""
     k = k.to(torch.int64)
-    best = scores.topk(int(k.max())).values
-    return scores.masked_fill(scores < best.gather(-1, k - 1), -torch.inf)
+    return keep_top_k(scores, scores.topk(int(k.max())).values, k)
 
 
 def _top_p(scores: Tensor, p: Tensor) -> Tensor:
-    """Keep the fewest best tokens whose probability reaches p.
-
-    Of tokens tied at the cut, the lowest ids stay (transformers' unstable sort keeps as many, but any of them).
-    Probabilities add up in float64, so that the cut doesn't depend on how a device orders its sums.
-    """
+    """Probabilities add up in float64, so that the cut doesn't depend on how a device orders its sums."""
     probs = scores.softmax(-1, dtype=torch.float64)
     best, ids = scores.topk(min(_TOP_P_HEAD, scores.shape[-1]))
     reached = probs.gather(-1, ids).cumsum(-1)  # [r, head]
     if best.shape[-1] < scores.shape[-1] and bool((reached[:, -1:] < p).any()):
         best, ids = scores.sort(descending=True)
         reached = probs.gather(-1, ids).cumsum(-1)
-    num_kept = (reached[:, :-1] < p).sum(-1, keepdim=True) + 1  # the token that reaches p is kept
-    last = best.gather(-1, num_kept - 1)
-    tied = scores == last
-    num_tied_kept = num_kept - (scores > last).sum(-1, keepdim=True)
-    surplus = tied & (tied.cumsum(-1) > num_tied_kept)
-    return scores.masked_fill((scores < last) | surplus, -torch.inf)
-
-
-def _min_p(scores: Tensor, min_p: Tensor) -> Tensor:
-    """Drop tokens less likely than min_p × the likeliest one."""
-    probs = scores.softmax(-1)
-    return scores.masked_fill(probs < min_p.to(probs.dtype) * probs.amax(-1, keepdim=True), -torch.inf)
+    return keep_top_p(scores, best, reached, p)

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.cache.pages import KVPages
 from specdec.drafters.protocol import DraftsOnDevice
 from specdec.engine.request import Request
+from specdec.kernels.cuts import cut
 from specdec.kernels.gpu.accept import accept
 from specdec.kernels.gpu.advance import advance
 from specdec.kernels.gpu.moves import moves
@@ -30,11 +31,13 @@ class Bucket:
         num_seqs: B sequences; some may be inactive.
         num_nodes: n nodes of each tree, root included; some may be padding.
         max_context: no context is longer.
+        cuts: whether a sequence may sample with top_k, top_p or min_p; if not, the state's are never read.
     """
 
     num_seqs: int
     num_nodes: int
     max_context: int
+    cuts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class DeviceState:
         prompt_lens: [S] int64.
         seeds: [S] int64.
         temperature: [S] float32.
+        top_k: [S] int64.
+        top_p: [S] float64, in which probabilities add up.
+        min_p: [S] float64.
         block_table: [S, M] int32.
     """
 
@@ -55,6 +61,9 @@ class DeviceState:
     prompt_lens: Tensor
     seeds: Tensor
     temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
     block_table: Tensor
 
     @classmethod
@@ -70,6 +79,9 @@ class DeviceState:
             prompt_lens=zeros(num_seqs),
             seeds=zeros(num_seqs),
             temperature=zeros(num_seqs, dtype=torch.float32),
+            top_k=zeros(num_seqs),
+            top_p=zeros(num_seqs, dtype=torch.float64),
+            min_p=zeros(num_seqs, dtype=torch.float64),
             block_table=zeros(num_seqs, num_blocks, dtype=torch.int32),
         )
 
@@ -78,13 +90,20 @@ class DeviceState:
         count, width = len(requests), max(len(r.tokens) for r in requests)
         tokens = torch.tensor([r.tokens + [0] * (width - len(r.tokens)) for r in requests], dtype=torch.int32)
         self.history[:count, :width] = tokens.to(self.history.device)
-        columns = [[len(r.tokens), r.prompt_len, _seed(r)] for r in requests]
-        facts = torch.tensor(columns).to(self.lengths.device)  # [count, 3]
         self.lengths.zero_()
-        for field, column in zip((self.lengths, self.prompt_lens, self.seeds), facts.T, strict=True):
-            field[:count] = column
-        temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32)
-        self.temperature[:count] = temperature.to(self.temperature.device)
+        columns = [[len(r.tokens), r.prompt_len, _seed(r), min(r.params.top_k, _INT64_MAX)] for r in requests]
+        _fill((self.lengths, self.prompt_lens, self.seeds, self.top_k), torch.tensor(columns))
+        rates = [[r.params.temperature, r.params.top_p, r.params.min_p] for r in requests]
+        _fill((self.temperature, self.top_p, self.min_p), torch.tensor(rates, dtype=torch.float64))
+
+
+_INT64_MAX = torch.iinfo(torch.int64).max
+
+
+def _fill(fields: Sequence[Tensor], values: Tensor) -> None:
+    """Put each column of values [count, fields] into the first places of its field, in one copy to the device."""
+    for field, column in zip(fields, values.to(fields[0].device).T, strict=True):
+        field[: len(column)] = column
 
 
 def _seed(request: Request) -> int:
@@ -152,9 +171,10 @@ class DeviceStep:
         )
         hidden = self._model.forward(Batch(tokens.view(-1), slots.view(-1), work), self._pages)
         at = (positions + 1 - s.prompt_lens[:b, None]).view(-1)  # output position of the token chosen at each node
-        choices = choose(
-            self._model.logits(hidden), s.temperature[:b], s.seeds[:b], at, self._num_real_tokens, rows_per_sequence=n
-        )
+        logits, real = self._model.logits(hidden), self._num_real_tokens
+        if self.bucket.cuts:
+            logits = cut(logits, s.temperature[:b], s.top_k[:b], s.top_p[:b], s.min_p[:b], real, rows_per_sequence=n)
+        choices = choose(logits, s.temperature[:b], s.seeds[:b], at, real, rows_per_sequence=n)
         path, emitted, num_accepted = accept(tokens, parents, num_nodes, choices.view(b, n))
         if not self._drafter.chains_only:
             self._pages.commit_slots(*moves(path, num_accepted, lengths, table, self._pages.block_size))

@@ -95,9 +95,6 @@ def why_eager(request: Request) -> str | None:
 
 
 _PROCESSING = (
-    "top_k",
-    "top_p",
-    "min_p",
     "logprobs",
     "min_new_tokens",
     "repetition_penalty",
@@ -195,7 +192,7 @@ class StepGraphs:
         if longest > self.max_model_len or not self.scheduler.reserve_ahead(ahead, AHEAD):
             return None
         bounds = [bound for bound in CONTEXTS if bound >= longest]
-        return Bucket(places, nodes, min([*bounds, self.max_model_len]))
+        return Bucket(places, nodes, min([*bounds, self.max_model_len]), cuts=any(r.params.cuts for r in running))
 
     def _still_fits(self, running: Sequence[Request]) -> bool:
         """Whether the requests on the device are those that run, and not fewer than half of the places."""
