@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from specdec import LLM, SamplingParams
 from specdec.cli.demo_prompts import PROMPTS
-from specdec.engine.device import Bucket, DeviceState, DeviceStep
+from specdec.engine.measure import NUM_NODES, CapturedStep, Grid, measure
+from specdec.models.decoder import Decoder
 
 SHAPES = {
     "8b": LlamaConfig(
@@ -121,47 +122,13 @@ def throughput(model: str, tokens: int, batches: str, path: str | None) -> None:
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def nodes(model: str, context: int, path: str | None) -> None:
     """The time of a captured step with n nodes against one node, batch 1, deterministic."""
-    llm = make_llm(open_model(model), drafter="ngram", max_model_len=max(2048, context + 256))
-    rows = [(n, step_us(llm, 1, n, context)) for n in (1, 2, 4, 8, 16, 32, 64)]
+    target = make_llm(open_model(model), drafter="ngram").engine.model
+    assert isinstance(target, Decoder)
+    grid = Grid((1,), NUM_NODES, (context,))
+    (times,) = measure(CapturedStep(target, grid), grid, repeats=30)
+    rows = [(n, seconds[0] * 1e6) for n, seconds in zip(NUM_NODES, times, strict=True)]
     result = [{"nodes": n, "us": round(us, 1), "ratio": round(us / rows[0][1], 4)} for n, us in rows]
     write(path, {"model": model, "context": context, "rows": result})
-
-
-def step_us(llm: LLM, num_seqs: int, num_nodes: int, context: int, repeats: int = 30) -> float:
-    """Microseconds of a captured step whose trees are full chains."""
-    engine = llm.engine
-    model, pages, drafter = engine.model, engine.pages, _Chains()
-    for part in (*pages.k, *pages.v):
-        part.normal_()
-    width = -(-(context + 256) // pages.block_size)
-    state = DeviceState.make(num_seqs, context + 256, width, model.device)
-    state.block_table.copy_(torch.randperm(pages.num_blocks)[: num_seqs * width].view(num_seqs, width))
-    step = DeviceStep(Bucket(num_seqs, num_nodes, context + 128), model, pages, state, drafter, model.vocab_size)  # type: ignore[arg-type]
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(repeats):
-        state.lengths.fill_(context + 1)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
-
-
-class _Chains:
-    """Drafts full chains of the root's token."""
-
-    chains_only = True
-
-    def draft_on_device(self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
-        tokens = history[:, :1].long().expand(-1, num_nodes).contiguous()
-        parents = torch.arange(-1, num_nodes - 1, device=history.device).expand_as(tokens).contiguous()
-        return tokens, parents, torch.where(lengths > 0, num_nodes, 0).to(torch.int32)
 
 
 @main.command()
