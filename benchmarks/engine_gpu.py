@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from specdec import LLM, SamplingParams
 from specdec.cli.demo_prompts import PROMPTS
-from specdec.engine.device import Bucket, DeviceState, DeviceStep
+from specdec.engine.measure import NUM_NODES, CapturedStep, Grid, measure
+from specdec.models.decoder import Decoder
 
 SHAPES = {
     "8b": LlamaConfig(
@@ -121,47 +122,13 @@ def throughput(model: str, tokens: int, batches: str, path: str | None) -> None:
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def nodes(model: str, context: int, path: str | None) -> None:
     """The time of a captured step with n nodes against one node, batch 1, deterministic."""
-    llm = make_llm(open_model(model), drafter="ngram", max_model_len=max(2048, context + 256))
-    rows = [(n, step_us(llm, 1, n, context)) for n in (1, 2, 4, 8, 16, 32, 64)]
+    target = make_llm(open_model(model), drafter="ngram").engine.model
+    assert isinstance(target, Decoder)
+    grid = Grid((1,), NUM_NODES, (context,))
+    (times,) = measure(CapturedStep(target, grid), grid, repeats=30)
+    rows = [(n, seconds[0] * 1e6) for n, seconds in zip(NUM_NODES, times, strict=True)]
     result = [{"nodes": n, "us": round(us, 1), "ratio": round(us / rows[0][1], 4)} for n, us in rows]
     write(path, {"model": model, "context": context, "rows": result})
-
-
-def step_us(llm: LLM, num_seqs: int, num_nodes: int, context: int, repeats: int = 30) -> float:
-    """Microseconds of a captured step whose trees are full chains."""
-    engine = llm.engine
-    model, pages, drafter = engine.model, engine.pages, _Chains()
-    for part in (*pages.k, *pages.v):
-        part.normal_()
-    width = -(-(context + 256) // pages.block_size)
-    state = DeviceState.make(num_seqs, context + 256, width, model.device)
-    state.block_table.copy_(torch.randperm(pages.num_blocks)[: num_seqs * width].view(num_seqs, width))
-    step = DeviceStep(Bucket(num_seqs, num_nodes, context + 128), model, pages, state, drafter, model.vocab_size)  # type: ignore[arg-type]
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(repeats):
-        state.lengths.fill_(context + 1)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
-
-
-class _Chains:
-    """Drafts full chains of the root's token."""
-
-    chains_only = True
-
-    def draft_on_device(self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
-        tokens = history[:, :1].long().expand(-1, num_nodes).contiguous()
-        parents = torch.arange(-1, num_nodes - 1, device=history.device).expand_as(tokens).contiguous()
-        return tokens, parents, torch.where(lengths > 0, num_nodes, 0).to(torch.int32)
 
 
 @main.command()
@@ -202,6 +169,74 @@ def speculation(model: str, tokens: int, path: str | None) -> None:
         rows.append(row)
         click.echo(str(row))
     write(path, {"model": model, "tokens": tokens, "rows": rows})
+
+
+MORE_PROMPTS = [
+    "Why is the sky blue?",
+    "Write a Python function that reverses a linked list.",
+    "Repeat this sentence three times: the quick brown fox jumps over the lazy dog.",
+    "List the planets of the solar system with one fact each.",
+    "Translate to French: good morning, how are you today?",
+    "Write a haiku about the sea.",
+    "Explain what a hash table is to a child.",
+    "Give me a recipe for pancakes.",
+    "What are the differences between TCP and UDP?",
+    "Write a short letter that thanks a teacher.",
+    "Count from one to thirty in words.",
+    "Name ten animals and the sounds they make.",
+    "Summarise the story of Romeo and Juliet.",
+    "Write a SQL query that counts orders by customer.",
+]
+
+
+@main.command()
+@click.option("--model", default="smollm2-135m")
+@click.option("--tokens", default=256)
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def exact(model: str, tokens: int, path: str | None) -> None:
+    """Tokens of 20 prompts: plain and alone against speculative, batched, and both; and where bits may differ."""
+    rows: list[dict[str, object]] = []
+    for deterministic in (True, False):
+        plain, ngram = (make_llm(model, drafter=d, deterministic=deterministic) for d in ("none", "ngram"))
+        texts = [*PROMPTS.values(), *MORE_PROMPTS]
+        prompts = [plain.encode_chat([{"role": "user", "content": text}]) for text in texts]
+        want = [answers([prompt], plain, tokens)[0] for prompt in prompts]
+        got = {
+            "speculative, alone": [answers([prompt], ngram, tokens)[0] for prompt in prompts],
+            "plain, batched": answers(prompts, plain, tokens),
+            "speculative, batched": answers(prompts, ngram, tokens),
+            "speculative, eager": answers(
+                prompts, make_llm(model, deterministic=deterministic, cuda_graphs=False), tokens
+            ),
+        }
+        for how, answered in got.items():
+            at = [_first_difference(a, b) for a, b in zip(want, answered, strict=True)]
+            margins = [
+                _margin(plain, prompt + answer[:i])
+                for prompt, answer, i in zip(prompts, want, at, strict=True)
+                if i >= 0
+            ]
+            row = {"deterministic": deterministic, "how": how, "prompts": len(prompts), "different": len(margins)}
+            rows.append(row | {"margins": [round(m, 4) for m in margins]})
+            click.echo(str(rows[-1]))
+    write(path, {"model": model, "tokens": tokens, "rows": rows})
+
+
+def answers(prompts: list[list[int]], llm: LLM, tokens: int) -> list[list[int]]:
+    """Greedy answers of so many tokens."""
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    return [completion.token_ids for completion in llm.generate(prompts, params)]
+
+
+def _first_difference(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), -1)
+
+
+@torch.no_grad()
+def _margin(llm: LLM, ids: list[int]) -> float:
+    """Distance of the two best logits behind a prefix, by transformers' forward."""
+    best = llm.hf_model(torch.tensor([ids], device="cuda")).logits[0, -1].float().topk(2).values
+    return float(best[0] - best[1])
 
 
 @main.command()

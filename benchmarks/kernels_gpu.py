@@ -8,19 +8,24 @@ gathered keys and values. Bandwidths are against a large copy's in the same run.
 """
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import click
 import torch
 import torch.nn.functional as F  # noqa: N812
 import triton
+from torch import Tensor
 
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.gpu import fast
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
+from specdec.kernels.work import AttentionWork, uniform_work
 
 CACHE = 50 << 20
 """Bytes of the second-level cache: inputs rotate over several times as much."""
@@ -156,23 +161,81 @@ def products(path: str | None, rows: str, only: str, search: bool) -> None:
     write(path, {"copy_tb_s": round(bandwidth, 3), "rows": out_rows})
 
 
-def metadata(num_sequences: int, context: int, nodes: int) -> AttentionMetadata:
-    """Sequences of the same context, each with a chain of nodes, their blocks shuffled."""
-    total = context + nodes
-    width = -(-total // 16)
-    table = torch.randperm(num_sequences * width, device="cuda").view(num_sequences, width)
-    positions = torch.arange(context, total, device="cuda").repeat(num_sequences)
-    ancestors = torch.tensor([[(2 << i) - 1 - (1 << 64 if i == 63 else 0) for i in range(nodes)]], device="cuda")
-    return AttentionMetadata(
-        tuple(nodes * i for i in range(num_sequences + 1)),
-        (context,) * num_sequences,
-        (total,) * num_sequences,
-        table,
-        positions,
-        torch.full_like(positions, context),
-        ancestors.expand(num_sequences, -1).reshape(-1),
-        16,
-    )
+@dataclass(frozen=True)
+class Case:
+    """Sequences of one context with chains of nodes; their blocks are shuffled, their pages rotate beyond the cache."""
+
+    num_sequences: int
+    context: int
+    nodes: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def group(self) -> int:
+        """Query heads a key head."""
+        return self.heads // self.kv_heads
+
+    @cached_property
+    def meta(self) -> AttentionMetadata:
+        """The batch as an eager step has it."""
+        b, n, total = self.num_sequences, self.nodes, self.context + self.nodes
+        width = -(-total // 16)
+        positions = torch.arange(self.context, total, device="cuda").repeat(b)
+        masks = [(2 << i) - 1 - (1 << 64 if i == 63 else 0) for i in range(n)]
+        return AttentionMetadata(
+            tuple(n * i for i in range(b + 1)),
+            (self.context,) * b,
+            (total,) * b,
+            torch.randperm(b * width, device="cuda").view(b, width),
+            positions,
+            torch.full_like(positions, self.context),
+            torch.tensor(masks, device="cuda").repeat(b),
+            16,
+        )
+
+    @cached_property
+    def work(self) -> AttentionWork:
+        """The batch as a captured step has it."""
+        m = self.meta
+        lens = torch.tensor(m.context_lens, dtype=torch.int32, device="cuda")
+        shape = (self.group, self.kv_heads, self.head_dim, self.context)
+        table = m.block_table.int()
+        return uniform_work(len(lens), self.nodes, table, lens, m.positions, m.ancestors, *shape, True)
+
+    @cached_property
+    def pages(self) -> list[Tensor]:
+        """[2, blocks, 16, kv heads, D] each."""
+        shape = (2, self.meta.block_table.numel(), 16, self.kv_heads, self.head_dim)
+        copies = max(2, min(24, -(-4 * CACHE // (2 * math.prod(shape)))))
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+
+    @cached_property
+    def q(self) -> Tensor:
+        """[rows, heads, D]."""
+        rows = self.num_sequences * self.nodes
+        return torch.randn(rows, self.heads, self.head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def ours(self, meta: AttentionMetadata | AttentionWork) -> float:
+        """Microseconds of our attention."""
+        scale = self.head_dim**-0.5
+        return timed([partial(tree_attention, self.q, p[0], p[1], meta, scale=scale) for p in self.pages])
+
+    def sdpa(self, folded: bool) -> float:
+        """Microseconds of torch's, on gathered keys; folded: grouped heads as rows of one key head's attention."""
+        keys = (self.meta.block_table[:, :, None] * 16 + torch.arange(16, device="cuda")).flatten(1)
+        keys = keys[:, : self.context + self.nodes]
+        mask = torch.ones(self.nodes, keys.shape[1], device="cuda", dtype=torch.bool).tril(self.context)
+        q = self.q.view(self.num_sequences, self.nodes, self.heads, -1).transpose(1, 2).contiguous()
+        if folded:
+            q, mask = q.view(len(q), self.kv_heads, self.group * self.nodes, -1), mask.repeat(self.group, 1)
+        how = {"attn_mask": None if self.nodes == 1 else mask, "scale": self.head_dim**-0.5, "enable_gqa": not folded}
+        gathered = [p.flatten(1, 2)[:, keys].transpose(2, 3).contiguous() for p in self.pages]
+        return timed([partial(F.scaled_dot_product_attention, q, kv[0], kv[1], **how) for kv in gathered], 8)
+
+
+CASES = [(8, 32768, 1), (1, 32768, 64), (1, 32768, 16), (1, 1024, 1), (1, 1024, 16), (1, 1024, 64), (64, 512, 1)]
 
 
 @main.command()
@@ -181,56 +244,16 @@ def attention(path: str | None) -> None:
     """Tree attention of 8 key heads, D 128, group 4, against the copy and torch's SDPA."""
     bandwidth = copy_bandwidth()
     rows: list[dict[str, object]] = []
-    for num_sequences, context, nodes in (
-        (8, 32768, 1),
-        (1, 32768, 64),
-        (1, 32768, 16),
-        (1, 1024, 1),
-        (1, 1024, 16),
-        (1, 1024, 64),
-        (64, 512, 1),
-    ):
-        meta = metadata(num_sequences, context, nodes)
-        num_blocks = meta.block_table.numel()
-        copies = max(2, min(24, -(-4 * CACHE // (num_blocks * 16 * 8 * 128 * 4))))
-        pages = [torch.randn(2, num_blocks, 16, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        q = torch.randn(num_sequences * nodes, 32, 128, device="cuda", dtype=torch.bfloat16)
-        scale = 128**-0.5
-        ours = timed([lambda p=p, m=meta, q=q: tree_attention(q, p[0], p[1], m, scale=scale) for p in pages])
-        keys = (meta.block_table[:, :, None] * 16 + torch.arange(16, device="cuda")).flatten(1)[:, : context + nodes]
-        mask = torch.ones(nodes, context + nodes, device="cuda", dtype=torch.bool).tril(context)
-        gathered = [p.flatten(1, 2)[:, keys].transpose(2, 3).contiguous() for p in pages]  # [2, B, 8, keys, D]
-        qs = q.view(num_sequences, nodes, 32, 128).transpose(1, 2).contiguous()
-
-        def sdpa(
-            kv: torch.Tensor, qs: torch.Tensor = qs, mask: torch.Tensor = mask, nodes: int = nodes
-        ) -> torch.Tensor:
-            return F.scaled_dot_product_attention(
-                qs, kv[0], kv[1], None if nodes == 1 else mask, scale=scale, enable_gqa=True
-            )
-
-        def folded(
-            kv: torch.Tensor, qs: torch.Tensor = qs, mask: torch.Tensor = mask, nodes: int = nodes
-        ) -> torch.Tensor:
-            """Grouped heads as rows of one key head's attention: what a hand would write for SDPA."""
-            rows = qs.view(len(qs), 8, 4 * nodes, 128)
-            return F.scaled_dot_product_attention(
-                rows, kv[0], kv[1], None if nodes == 1 else mask.repeat(4, 1), scale=scale
-            )
-
-        byte_count = num_sequences * (context + nodes) * 8 * 128 * 4
-        row = {
-            "sequences": num_sequences,
-            "context": context,
-            "nodes": nodes,
-            "us": round(ours, 1),
-            "sdpa_us": round(timed([lambda kv=kv, f=sdpa: f(kv) for kv in gathered], 8), 1),
-            "sdpa_folded_us": round(timed([lambda kv=kv, f=folded: f(kv) for kv in gathered], 8), 1),
-            "share_of_copy": round(byte_count / ours / 1e6 / bandwidth, 3),
-        }
+    for case in (Case(*shape) for shape in CASES):
+        captured, eager = case.ours(case.work), case.ours(case.meta)
+        num_bytes = case.num_sequences * (case.context + case.nodes) * case.kv_heads * case.head_dim * 4
+        row: dict[str, object] = {"sequences": case.num_sequences, "context": case.context, "nodes": case.nodes}
+        row |= {"chain_us": round(captured, 1), "tree_us": round(eager, 1)}
+        row |= {"sdpa_us": round(case.sdpa(False), 1), "sdpa_folded_us": round(case.sdpa(True), 1)}
+        row |= {"chain_share_of_copy": round(num_bytes / captured / 1e6 / bandwidth, 3)}
+        row |= {"tree_share_of_copy": round(num_bytes / eager / 1e6 / bandwidth, 3)}
         click.echo(str(row))
         rows.append(row)
-        del pages, gathered
     write(path, {"copy_tb_s": round(bandwidth, 3), "rows": rows})
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from transformers import PreTrainedModel
 
 from specdec.drafters.hybrid import HybridDrafter
-from specdec.drafters.protocol import Drafter, DraftTarget
+from specdec.drafters.protocol import Drafter, DraftsOnDevice, DraftTarget
 from specdec.errors import ConfigError
 
 Factory = Callable[..., Drafter]
@@ -76,6 +76,17 @@ def check_drafter(spec: str | Path | PreTrainedModel | Drafter, **options: Any) 
         _named(spec, options)
     else:
         _checked(spec, options)
+
+
+def drafts_on_device(name: str) -> bool:
+    """Return whether drafters of that name have what `DraftsOnDevice` asks for; nothing is made or loaded.
+
+    Args:
+        name: one of `DRAFTERS`, or two of them, as in "ngram+early_exit".
+    """
+    factory: Any = HybridDrafter if "+" in name else DRAFTERS[name]()
+    kind = factory if isinstance(factory, type) else get_type_hints(factory)["return"]
+    return isinstance(kind, DraftsOnDevice)  # the class itself has all members that its drafters have
 
 
 def _named(spec: str | Path | PreTrainedModel, options: dict[str, Any]) -> tuple[Factory, dict[str, Any]]:

@@ -12,7 +12,10 @@ from click.testing import CliRunner, Result
 from specdec import LLM, SamplingParams, __version__
 from specdec.cli.demo_prompts import PROMPTS
 from specdec.cli.main import main
+from specdec.engine.graphs import eager_parameters
 from specdec.errors import DownloadError, OutOfBlocks
+from specdec.kernels.ops import triton_ops
+from specdec.models.decoder import Decoder
 
 Invoke = Callable[..., Result]
 
@@ -88,6 +91,27 @@ def test_info_names_versions_device_and_reasons(invoke: Invoke, monkeypatch: pyt
     assert "ngram" in invoke("info").stdout
 
 
+def test_info_says_what_would_be_captured(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    facts = json.loads(invoke("info", "--json").stdout)
+    assert facts["kernels"].startswith("torch: ") and facts["kernels"].endswith("need a GPU")
+    assert facts["steps"].startswith("eager: ") and str(tmp_path / "costs") in facts["cost table"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    facts = json.loads(invoke("info", "--json").stdout)
+    assert facts["device"] == "cuda (H100)" and facts["steps"].startswith("captured")
+    assert facts["kernels"] == "triton: a token's bits don't depend on its batch"
+    assert all(name in facts["eager"] for name in eager_parameters()) and "rule typical" in facts["eager"]
+    assert "drafters none, ngram; rule coupled" in facts["captured"] and "llama" in facts["captured"]
+    assert "drafters medusa, draft_model, early_exit, ngram+…;" in facts["eager"]
+    facts = json.loads(invoke("info", "--json", "--no-deterministic").stdout)
+    assert facts["kernels"].startswith("triton, not deterministic: ") and "--no-deterministic" in facts["cost table"]
+    facts = json.loads(invoke("info", "--json", "--dtype", "float64").stdout)
+    assert "need one of float32, float16, bfloat16" in facts["kernels"] and facts["steps"].startswith("eager: ")
+    assert json.loads(invoke("info", "--json", "--device", "cpu").stdout)["device"] == "cpu (as asked for)"
+
+
 def test_tune_measures_once_and_info_names_the_file(
     invoke: Invoke, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,13 +131,41 @@ def test_tune_measures_once_and_info_names_the_file(
     assert llm.engine.node_budget.table is not None
     assert llm.engine.node_budget.table.measured == table["measured"]
     shown = invoke(*args)
+    assert "measuring eager steps, because the model runs by torch ops" in shown.stdout
     assert (
         "context" in shown.stdout and shown.stdout.count("×1.00") >= 4 and f"written to {table['file']}" in shown.stdout
     )
+    other = json.loads(invoke(*args, "--no-deterministic", "--json").stdout)
+    assert other["key"] == table["key"] | {"deterministic": False} and other["file"] != table["file"]
+    assert "--no-deterministic" in other["command"] and "--deterministic" in table["command"]
+    llm = LLM(folder, device="cpu", deterministic=False)
+    assert llm.engine.node_budget.table is not None and not llm.engine.node_budget.table.key.deterministic
+    assert table["file"] in json.loads(invoke("info", "--json").stdout)["cost table"]
+    assert other["file"] in json.loads(invoke("info", "--json", "--no-deterministic").stdout)["cost table"]
     Path(table["file"]).write_text("{")
     assert "run `specdec tune` again" in json.loads(invoke("info", "--json").stdout)["cost table"]
     result = invoke("generate", "hello")
     assert (result.exit_code, "run `specdec tune` again" in result.stderr) == (2, True)
+
+
+def test_tune_measures_captured_steps_where_there_are_any(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    made: list[Decoder] = []
+
+    class Fake:
+        def __init__(self, model: Decoder, grid: object) -> None:
+            made.append(model)
+
+        def __call__(self, num_seqs: int, num_nodes: int, context: int) -> float:
+            return 0.5
+
+    monkeypatch.setattr(
+        "specdec.models.load.choose_ops", lambda device, dtype, deterministic: triton_ops(deterministic)
+    )
+    monkeypatch.setattr("specdec.engine.measure.CapturedStep", Fake)
+    monkeypatch.setattr("specdec.engine.cost.save_table", lambda table: Path("nowhere"))
+    result = invoke("tune", "--no-deterministic")
+    assert result.exit_code == 0 and "measuring captured steps" in result.stdout
+    assert made[0].ops.name == "triton, not deterministic"
 
 
 def test_tune_that_does_not_fit_names_the_fix(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:

@@ -135,13 +135,13 @@ def step(budget: NodeBudget, request: Request, num_accepted: int, num_seqs: int 
 
 def test_expected_tokens_are_those_of_a_chain() -> None:
     assert [expected_tokens(0.5, n) for n in (1, 2, 3)] == [1, 1.5, 1.75]
+    assert expected_tokens(0.3, 5) == pytest.approx(sum(0.3**d for d in range(5)))
     assert expected_tokens(1.0, 64) == 64 and expected_tokens(0.0, 64) == 1
 
 
 def test_without_a_table_the_budget_is_what_it_was() -> None:
     budget = NodeBudget(None, 40)
     assert [step(budget, make_request(), 0) for _ in range(50)] == [40] * 50
-    assert not budget._states
 
 
 def test_free_nodes_are_all_taken_and_dear_ones_never() -> None:
@@ -154,20 +154,20 @@ def test_free_nodes_are_all_taken_and_dear_ones_never() -> None:
 
 def test_more_are_allowed_the_more_are_accepted_and_the_fewer_share_the_step() -> None:
     budget = NodeBudget(LINEAR, 64)
-    best = [budget._search(1, 128, rate) for rate in (0.0, 0.3, 0.7, 0.9, 1.0)]
+    best = [budget._alone(1, 128, rate) for rate in (0.0, 0.3, 0.7, 0.9, 1.0)]
     assert best == sorted(best) and best[0] == 1 and best[2] > 1 and best[-1] == 64
-    assert budget._search(4, 128, 0.92) < budget._search(1, 128, 0.92)
+    assert budget._alone(4, 128, 0.92) < budget._alone(1, 128, 0.92)
     dear_when_long = NodeBudget(make_table(lambda s, n, c: 1 + 0.001 * n * c), 64)
-    assert dear_when_long._search(1, 1024, 0.7) < dear_when_long._search(1, 128, 0.7)
+    assert dear_when_long._alone(1, 1024, 0.7) < dear_when_long._alone(1, 128, 0.7)
     for rate in (0.0, 0.4, 0.8):
         tokens = {n: expected_tokens(rate, n) / LINEAR.seconds(1, n, 128) for n in NUM_NODES}
-        assert tokens[budget._search(1, 128, rate)] == max(tokens.values())
+        assert tokens[budget._alone(1, 128, rate)] == max(tokens.values())
 
 
 def test_a_request_that_keeps_failing_is_probed_ever_more_rarely_and_comes_back() -> None:
     budget, request = NodeBudget(LINEAR, 64), make_request()
     first = budget.limit(request, 1)
-    assert first == budget._search(1, 64, FIRST_RATE) > 1
+    assert first == budget._alone(1, 64, FIRST_RATE) > 1
     nodes = [step(budget, request, 0) for _ in range(400)]
     probes = [i for i, n in enumerate(nodes) if n > 1 and i > 20]
     assert {nodes[i] for i in probes} == {PROBE_NODES}
@@ -191,6 +191,37 @@ def test_a_probe_waits_until_the_drafter_has_something() -> None:
     assert budget.limit(request, 1) == 1
 
 
+def shared_step(budget: NodeBudget, requests: list[Request], accepted: list[int], drafted: bool = True) -> int:
+    """One step in which all trees have as many nodes, whether the drafter fills them or not."""
+    nodes = budget.shared_limit(requests)
+    for request, count in zip(requests, accepted, strict=True):
+        depth = min(count, nodes - 1)
+        request.stats.count(depth + 1, depth, depth == nodes - 1, nodes - 1 if drafted else 0)
+        budget.observe(request, nodes, padded=True)
+    return nodes
+
+
+@pytest.mark.parametrize("table", [None, LINEAR])
+def test_trees_of_a_shared_size_are_as_large_as_pays_for_all(table: CostTable | None) -> None:
+    budget, one, other = NodeBudget(table, 64), make_request(0), make_request(1)
+    for _ in range(30):
+        alone = shared_step(budget, [one], [64])
+    assert alone > 8
+    for _ in range(30):
+        shared_step(budget, [other], [0])
+    assert budget.shared_limit([other]) in (1, PROBE_NODES)
+    assert 1 <= budget.shared_limit([one, other]) <= alone
+
+
+def test_padding_that_nothing_fills_ends_drafting_and_probes_bring_it_back() -> None:
+    budget, request = NodeBudget(None, 16), make_request()
+    nodes = [shared_step(budget, [request], [0], drafted=False) for _ in range(200)]
+    assert nodes[0] > 1 and nodes[-LAST_WAIT:].count(1) >= LAST_WAIT - 2
+    assert sum(n > 1 for n in nodes) < 20
+    back = [shared_step(budget, [request], [64]) for _ in range(2 * LAST_WAIT)]
+    assert back[-1] == 16
+
+
 def test_requests_learn_apart_and_are_forgotten() -> None:
     budget, good, bad = NodeBudget(LINEAR, 64), make_request(0), make_request(1)
     for _ in range(12):
@@ -198,7 +229,7 @@ def test_requests_learn_apart_and_are_forgotten() -> None:
         step(budget, bad, 0)
     assert budget.limit(good, 1) == 64 > budget.limit(bad, 1)
     budget.forget(1)
-    assert budget.limit(make_request(1), 1) == budget._search(1, 64, FIRST_RATE)
+    assert budget.limit(make_request(1), 1) == budget._alone(1, 64, FIRST_RATE)
 
 
 @pytest.mark.parametrize("costs", sorted(TABLES))

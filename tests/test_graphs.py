@@ -13,10 +13,12 @@ from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import DraftQuery, Observation
 from specdec.engine.engine import Engine
+from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
 from specdec.engine.request import Request
 from specdec.errors import SpecdecError
 from specdec.kernels.ops import triton_ops
 from specdec.models.decoder import Decoder
+from specdec.models.load import make_target
 from specdec.params import SamplingParams
 from specdec.verifier.rules import TypicalRule
 from specdec.verifier.tree import TokenTree
@@ -195,3 +197,28 @@ def test_a_model_that_fails_is_named() -> None:
         model.lm_head.weight.fill_(torch.nan)
     with pytest.raises(SpecdecError, match="hold NaN"):
         drain(engine)
+
+
+def test_a_measured_captured_step_has_full_chains() -> None:
+    """Sequences are padded to a power of 2 as in the engine; the last column of the result counts each tree's nodes."""
+    grid = Grid((1, 3), (1, 4), (20,))
+    run_step = CapturedStep(Decoder(tiny_llama(**SIZE).to(DEVICE), triton_ops()), grid)
+    for s in grid.num_seqs:
+        for n in grid.num_nodes:
+            for c in grid.contexts:
+                assert run_step(s, n, c) > 0
+                ((point, captured),) = run_step._captured.items()
+                assert point == (s, n, c) and captured.step.bucket.num_nodes == n
+                assert captured.step.out[:, -1].tolist() == ([n] if s == 1 else [n, n, n, 0])
+                assert run_step(s, n, c) > 0
+                assert run_step._captured[point] is captured, "a point was captured twice"
+                emitted = captured.step.out[:, -2]
+                assert (run_step._state.lengths[:s] == c + 1 + emitted[:s]).all(), "lengths were not reset"
+
+
+def test_steps_are_measured_as_the_engine_runs_them() -> None:
+    grid = Grid((1,), (1,), (5,))
+    step, how = make_step(Decoder(tiny_llama(**SIZE).to(DEVICE), triton_ops()), grid)
+    assert isinstance(step, CapturedStep) and how == "captured steps"
+    step, how = make_step(make_target(tiny_llama()), grid)
+    assert isinstance(step, EngineStep) and "eager steps, because the model runs by torch ops" in how

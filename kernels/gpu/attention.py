@@ -16,7 +16,7 @@ from specdec.kernels.gpu.chunk import chunk_kernel
 from specdec.kernels.gpu.launch import overlap
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, key_tile, num_splits
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
-from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block
+from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 
 MERGED_ROWS = 32
 """Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
@@ -36,12 +36,12 @@ class _Call:
 
     @property
     def num_kv_heads(self) -> int:
-        return int(self.pages[0].shape[2])
+        return self.pages[0].shape[2]
 
     @property
     def group_block(self) -> int:
         """Rows of a tile that holds one row's grouped heads."""
-        return max(MIN_BLOCK, triton.next_power_of_2(self.q.shape[1] // self.num_kv_heads))
+        return tile_block(1, self.q.shape[1] // self.num_kv_heads, MIN_BLOCK)
 
 
 def tree_attention(

@@ -13,10 +13,7 @@ import triton.language as tl
 
 from specdec.kernels.activation import ACTIVATIONS
 from specdec.kernels.gpu.activation import activate
-from specdec.kernels.gpu.launch import overlap, prefetch, wait_for_inputs
-
-PREFETCH = 512
-"""Elements of each row of weights that are fetched before the inputs are there."""
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +60,9 @@ def _tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_rows(w_ptr, row, K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):
-    """Fetch the first elements of rows of weights, which no earlier kernel writes."""
-    if AHEAD > 0:
-        LINE: tl.constexpr = 128 * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
-        at = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, K - 1)
-        prefetch(w_ptr + row.to(tl.int64)[:, None] * K + at[None, :], PDL)
-
-
-@triton.jit
 def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row_tile, out_tile = _tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -82,7 +70,6 @@ def _linear_kernel(
     at = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
     w_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
-    _prefetch_rows(w_ptr, col % OUT, K, AHEAD, PDL)
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -102,7 +89,7 @@ def _linear_kernel(
 def _gated_linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row_tile, out_tile = _tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -111,8 +98,6 @@ def _gated_linear_kernel(
     x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
     gate_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
     up_at = gate_at + OUT * K
-    _prefetch_rows(w_ptr, col % OUT, K, AHEAD, PDL)
-    _prefetch_rows(w_ptr + OUT * K, col % OUT, K, AHEAD, PDL)
     wait_for_inputs(PDL)
     gate = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
@@ -155,7 +140,7 @@ def linear(
         t = tile or tile_of(n, out, k)
         _linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None,
-            t.rows, t.out, t.k, _ahead(t), num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
+            t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
             **overlap(x.device),
         )  # fmt: skip
     return y
@@ -190,15 +175,10 @@ def gated_linear(
         t = tile or tile_of(n, out, k, num_weights=2)
         _gated_linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None, activation,
-            t.rows, t.out, t.k, _ahead(t), num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
+            t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
             **overlap(x.device),
         )  # fmt: skip
     return y
-
-
-def _ahead(t: Tile) -> int:
-    """Elements of each row of weights to prefetch; with many rows the weights aren't what is waited for."""
-    return PREFETCH if t.rows <= 64 else 0
 
 
 def _grid(num_rows: int, out: int, t: Tile) -> tuple[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec import __version__
-from specdec.cli.options import DEFAULT_MODEL
+from specdec.cli.options import DEFAULT_MODEL, deterministic_option
 from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,12 +19,15 @@ _PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy", "safetens
 
 @click.command()
 @click.option("--model", default=DEFAULT_MODEL, help="Also say whether this model can be used.")
+@click.option("--device", default="auto", help="auto takes a GPU where there is one.")
+@click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU.")
+@deterministic_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def info(model: str, as_json: bool) -> None:
-    """Show versions, the device and the defaults, with the reason for each."""
+def info(as_json: bool, **options: Any) -> None:
+    """Show versions, the device and what would run there, with the reason for each."""
     import json
 
-    facts = _facts(model)
+    facts = _facts(**options)
     if as_json:
         click.echo(json.dumps(facts))
         return
@@ -32,45 +35,89 @@ def info(model: str, as_json: bool) -> None:
         click.echo(f"{key:<14} {value}")
 
 
-def _facts(model: str) -> dict[str, Any]:
+def _facts(model: str, device: str, dtype: str, deterministic: bool) -> dict[str, Any]:
     import torch
 
     from specdec.drafters.registry import DRAFTERS
     from specdec.hub.load import describe
     from specdec.llm import resolve_device, resolve_dtype
 
-    device = resolve_device("auto")
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "torch sees no GPU"
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype, place)
+    gpu = torch.cuda.is_available()
+    what = torch.cuda.get_device_name(place) if place.type == "cuda" else "as asked for" if gpu else "torch sees no GPU"
     return {
         "specdec": __version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
-        "device": f"{device.type} ({gpu})",
-        "dtype": f"{str(resolve_dtype('auto', device)).removeprefix('torch.')} (the default on this device)",
+        "device": f"{place.type} ({what})",
+        "dtype": f"{_short(kind)} ({'the default on this device' if dtype == 'auto' else 'as asked for'})",
         "threads": torch.get_num_threads(),
-        "kernels": "torch references",
+        "kernels": _kernels(place, kind, deterministic),
         "drafters": ", ".join(DRAFTERS),
         "model": f"{model}: {describe(model)}",
-        "cost table": _cost_table(model, device, resolve_dtype("auto", device)),
+        **_steps(place, kind),
+        "cost table": _cost_table(model, place, kind, deterministic),
     }
 
 
-def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype") -> str:
+def _kernels(device: "torch.device", dtype: "torch.dtype", deterministic: bool) -> str:
+    """Which ops the decoder would run by, and what that means for a token's bits."""
+    from specdec.kernels.ops import TORCH_OPS, TRITON_DTYPES, choose_ops
+
+    ops = choose_ops(device, dtype, deterministic)
+    if ops is not TORCH_OPS:
+        promise = "don't depend on its batch" if deterministic else "may depend on its batch"
+        return f"{ops.name}: a token's bits {promise}"
+    why = "a GPU" if device.type != "cuda" else f"one of {', '.join(map(_short, TRITON_DTYPES))}"
+    return f"{ops.name}: a token's last bits may depend on its batch; Triton's kernels need {why}"
+
+
+def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
+    """Whether decode steps would be captured, and what that depends on besides the device."""
+    from specdec.drafters.registry import DRAFTERS, drafts_on_device
+    from specdec.engine.graphs import eager_parameters
+    from specdec.kernels.ops import TORCH_OPS, choose_ops
+    from specdec.models.families import FAMILIES
+    from specdec.verifier.rules import RULES, CoupledRule
+
+    drafters = {name: drafts_on_device(name) for name in [*DRAFTERS, "ngram+…"]}
+    rules = {name: rule is CoupledRule for name, rule in RULES.items()}
+
+    def names(of: dict[str, bool], captured: bool) -> str:
+        return ", ".join(name for name, yes in of.items() if yes == captured)
+
+    able = choose_ops(device, dtype) is not TORCH_OPS
+    return {
+        "steps": "captured, where nothing below is eager" if able else "eager: captured steps need Triton's kernels",
+        "captured": f"models {', '.join(FAMILIES)}; drafters {names(drafters, True)}; rule {names(rules, True)}",
+        "eager": f"other models; drafters {names(drafters, False)}; rule {names(rules, False)}; parameters "
+        + ", ".join(eager_parameters()),
+    }
+
+
+def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", deterministic: bool) -> str:
     """The newest table of a model of this name here; the engine also looks at the weights, which aren't opened."""
     import torch
 
-    from specdec.engine.cost import device_name, list_tables, read_table
+    from specdec.engine.cost import costs_folder, device_name, list_tables, read_table
 
-    here = (device_name(device), str(dtype).removeprefix("torch."), torch.__version__)
+    here = (device_name(device), _short(dtype), torch.__version__, deterministic)
     for path in list_tables():
         try:
             table = read_table(path)
         except ConfigError as error:
             return str(error)
         key = table.key
-        if (key.device, key.dtype, key.torch) == here and table.model in (model, Path(model).resolve().name):
+        there = (key.device, key.dtype, key.torch, key.deterministic)
+        if there == here and table.model in (model, Path(model).resolve().name):
             return f"{path}, measured {table.measured}"
-    return "none: run `specdec tune`, and drafts get as many nodes as pay for themselves"
+    command = "specdec tune" if deterministic else "specdec tune --no-deterministic"
+    return f"none: run `{command}`, and drafts get as many nodes as pay for themselves; it will be in {costs_folder()}"
+
+
+def _short(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _version(name: str) -> str:

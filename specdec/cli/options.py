@@ -26,6 +26,12 @@ def model_options(command: F) -> F:
     return command
 
 
+def deterministic_option(command: F) -> F:
+    """Add --deterministic/--no-deterministic, as in `EngineConfig`."""
+    text = "On a GPU a token's bits don't depend on its batch; or whatever is faster."
+    return click.option("--deterministic/--no-deterministic", default=True, show_default=True, help=text)(command)
+
+
 def sampling_options(command: F) -> F:
     """Add the options that make a `SamplingParams`."""
     for option in (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import DEFAULT_MODEL
+from specdec.cli.options import DEFAULT_MODEL, deterministic_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 @click.option("--model", default=DEFAULT_MODEL, help="A folder, a hub id, or a name that `specdec pull` knows.")
 @click.option("--device", default="auto", help="auto takes a GPU where there is one.")
 @click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU.")
+@deterministic_option
 @click.option("--max-seqs", type=click.IntRange(min=1), help="Most sequences a step.  [default: 4 on a CPU, else 16]")
 @click.option("--contexts", help="Context lengths, such as 128,1024.  [default: 128, 1024 and, on a GPU, 4096]")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, help="Timed steps a point; the median counts.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as one JSON object.")
 def tune(as_json: bool, **options: Any) -> None:
-    """Measure the step time over sequences × nodes × context and keep it for the engine."""
+    """Measure the step time over sequences × nodes × context and keep it for the engine.
+
+    Captured steps are measured where the engine captures them, else eager ones. The table is for engines that are
+    deterministic or not, as it was measured.
+    """
     from rich.console import Console
 
     from specdec.engine.cost import save_table
@@ -53,10 +58,11 @@ def _measure(console: "Console", options: dict[str, Any]) -> "CostTable":
     contexts = _parse_contexts(options["contexts"])
     device = resolve_device(options["device"])
     loaded = load(options["model"], dtype=resolve_dtype(options["dtype"], device), device=device)
-    target = make_target(loaded.model)
+    deterministic = options["deterministic"]
+    target = make_target(loaded.model, deterministic)
     grid = make_grid(target.device, target.max_len, max_seqs=options["max_seqs"], contexts=contexts)
     return CostTable(
-        key=cost_key(loaded.model),
+        key=cost_key(loaded.model, deterministic),
         model=loaded.name,
         command=_command(options),
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -70,7 +76,7 @@ def _measure(console: "Console", options: dict[str, Any]) -> "CostTable":
 def _run(console: "Console", target: "PackedModel", grid: "Grid", repeats: int) -> "Seconds":
     import torch
 
-    from specdec.engine.measure import EngineStep, measure
+    from specdec.engine.measure import make_step, measure
     from specdec.errors import ConfigError
 
     num_done = 0
@@ -82,7 +88,9 @@ def _run(console: "Console", target: "PackedModel", grid: "Grid", repeats: int) 
             status.update(f"measuring {point} ({num_done} of {len(grid)})")
 
         try:
-            return measure(EngineStep(target, grid), grid, repeats=repeats, warmup=1, progress=show)
+            step, how = make_step(target, grid)
+            console.print(f"measuring {how}")
+            return measure(step, grid, repeats=repeats, warmup=1, progress=show)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"{grid.num_seqs[-1]} sequences of {grid.contexts[-1]} tokens don't fit into the device's memory; "
@@ -98,8 +106,12 @@ def _parse_contexts(text: str | None) -> tuple[int, ...]:
 
 
 def _command(options: dict[str, Any]) -> str:
-    given = {name: value for name, value in options.items() if value is not None}
-    return shlex.join(["specdec", "tune", *(f"--{n.replace('_', '-')}={value}" for n, value in given.items())])
+    given = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
+    return shlex.join(["specdec", "tune", *(_as_option(name, value) for name, value in given.items())])
+
+
+def _as_option(name: str, value: object) -> str:
+    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
 
 
 def _print_table(console: "Console", table: "CostTable") -> None:

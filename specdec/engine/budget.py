@@ -135,4 +135,4 @@ class NodeBudget:
 
 def expected_tokens(rate: float, num_nodes: int) -> float:
     """Tokens expected of a chain of nodes, root included, each accepted at that rate once its parent is."""
-    return sum(rate**depth for depth in range(num_nodes))
+    return num_nodes if rate == 1 else (1 - rate**num_nodes) / (1 - rate)

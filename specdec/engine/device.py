@@ -180,3 +180,46 @@ class DeviceStep:
             self._pages.commit_slots(*moves(path, num_accepted, lengths, table, self._pages.block_size))
         advance(s.history[:b], lengths, emitted, num_accepted)
         torch.cat([emitted, num_accepted[:, None].long(), num_nodes[:, None].long()], 1, out=self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A step that is ready to run again and again.
+
+    Args:
+        step: what was captured.
+        graph: None where there is no GPU; the step runs as it is then.
+        num_bytes: of the device's memory, taken when it was captured.
+    """
+
+    step: DeviceStep
+    graph: torch.cuda.CUDAGraph | None = None
+    num_bytes: int = 0
+
+    def replay(self) -> None:
+        """Run the step once."""
+        if self.graph is None:
+            self.step()
+        else:
+            self.graph.replay()
+
+
+def capture(step: DeviceStep, lengths: Tensor, beside: Captured | None = None) -> Captured:
+    """Run a step once without any sequence, so that all kernels are compiled, and capture it.
+
+    Args:
+        step: captured on a GPU; elsewhere it isn't even run.
+        lengths: [S] int64, those of its state; left as they are.
+        beside: a captured step that never runs at the same time: their intermediate tensors share memory.
+    """
+    if lengths.device.type != "cuda":
+        return Captured(step)
+    kept = lengths.clone()
+    lengths.zero_()
+    step()
+    before = torch.cuda.memory_reserved(lengths.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=beside.graph.pool() if beside and beside.graph else None):
+        step()
+    lengths.copy_(kept)
+    return Captured(step, graph, torch.cuda.memory_reserved(lengths.device) - before)

@@ -133,14 +133,15 @@ class Engine:
 
         Captured steps are launched one ahead: a call launches the next and emits the one before.
         """
-        self.num_steps += 1
         if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
+            self.num_steps += 1
             self._emit_captured(outcomes)
             return
         plan = self.scheduler.schedule()
         self.drafter.forget([r.id for r in plan.preempted])
         if not plan.items:
             return
+        self.num_steps += 1
         tree = self.drafter.propose(_draft_queries(plan))
         check_tree(tree, plan.decoding, self.model.vocab_size, self.drafter.name)
         packed = pack(plan, tree, self.config.block_size, self.model.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.cache.pages import KVPages
 from specdec.drafters.protocol import Drafter, DraftsOnDevice
 from specdec.engine.budget import NODE_COUNTS, NodeBudget
-from specdec.engine.device import Bucket, DeviceState, DeviceStep
+from specdec.engine.device import Bucket, Captured, DeviceState, DeviceStep, capture
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.models.decoder import Decoder
@@ -68,12 +68,6 @@ class _Launched:
     done: Callable[[], object]
 
 
-@dataclass(slots=True)
-class _Captured:
-    step: DeviceStep
-    replay: Callable[[], object]
-
-
 def why_no_graph(model: PackedModel, drafter: Drafter, rule: AcceptanceRule) -> str | None:
     """Return why the steps of an engine can't be captured, or None if they can."""
     if not isinstance(model, Decoder):
@@ -87,13 +81,13 @@ def why_no_graph(model: PackedModel, drafter: Drafter, rule: AcceptanceRule) -> 
 
 def why_eager(request: Request) -> str | None:
     """Return why a request can't be part of a captured step, or None if it can."""
-    p, plain = request.params, SamplingParams()
     for name in _PROCESSING:
-        if getattr(p, name) != getattr(plain, name):
+        if getattr(request.params, name) != getattr(_PLAIN, name):
             return name
     return "scores or logits are kept" if request.keep_scores or request.keep_logits else None
 
 
+_PLAIN = SamplingParams()
 _PROCESSING = (
     "logprobs",
     "min_new_tokens",
@@ -108,6 +102,25 @@ _PROCESSING = (
     "logits_processors",
 )
 """Parameters that a captured step has no kernel for."""
+
+
+def eager_parameters() -> tuple[str, ...]:
+    """Return the names of the parameters that `why_eager` looks at."""
+    return _PROCESSING
+
+
+def bucket_of(num_seqs: int, num_nodes: int, longest: int, max_model_len: int, cuts: bool = False) -> Bucket:
+    """Return the bucket that a step of so many sequences is padded to.
+
+    Args:
+        num_seqs: padded to a power of 2.
+        num_nodes: of each tree.
+        longest: most tokens of a sequence after the step.
+        max_model_len: bound of contexts beyond `CONTEXTS`.
+        cuts: whether a request samples from fewer than all tokens.
+    """
+    bounds = [bound for bound in CONTEXTS if bound >= longest]
+    return Bucket(_at_least(num_seqs), num_nodes, min([*bounds, max_model_len]), cuts)
 
 
 @dataclass(slots=True)
@@ -134,13 +147,12 @@ class StepGraphs:
     _state: DeviceState = field(init=False)
     _loaded: list[Request] = field(default_factory=list)
     _flying: deque[_Launched] = field(default_factory=deque)
-    _captured: dict[Bucket, _Captured] = field(default_factory=dict)
+    _captured: dict[Bucket, Captured] = field(default_factory=dict)
     _launches: int = 0
     _table_sizes: list[int] = field(default_factory=list)
     _tables: list[Tensor] = field(init=False)
     _results: list[Tensor] = field(init=False)
     _seconds: float = 0.0
-    _bytes: int = 0
 
     def __post_init__(self) -> None:
         num_seqs, device = _at_least(self.scheduler.config.max_num_seqs), self.model.device
@@ -154,7 +166,8 @@ class StepGraphs:
     @property
     def stats(self) -> GraphStats:
         """What was captured so far."""
-        return GraphStats(len(self._captured), self._seconds, self._bytes)
+        num_bytes = sum(captured.num_bytes for captured in self._captured.values())
+        return GraphStats(len(self._captured), self._seconds, num_bytes)
 
     def step(self) -> list[Outcome] | None:
         """Launch the next step and return what the oldest one in flight emitted.
@@ -181,9 +194,9 @@ class StepGraphs:
     def _bucket(self) -> Bucket | None:
         """The shapes of the next step, its blocks reserved; None if it can't be launched."""
         running = self.scheduler.running
-        if not running or self.scheduler.can_admit() or any(r.num_pending != 1 or why_eager(r) for r in running):
+        if not running or self.scheduler.can_admit():
             return None
-        if self._loaded and not self._still_fits(running):
+        if not (self._still_fits(running) if self._loaded else _can_load(running)):
             return None
         places = _at_least(len(self._loaded) or len(running))
         nodes = self._num_nodes(running, places)
@@ -191,13 +204,13 @@ class StepGraphs:
         longest = max(len(r.tokens) for r in running) + ahead
         if longest > self.max_model_len or not self.scheduler.reserve_ahead(ahead, AHEAD):
             return None
-        bounds = [bound for bound in CONTEXTS if bound >= longest]
-        return Bucket(places, nodes, min([*bounds, self.max_model_len]), cuts=any(r.params.cuts for r in running))
+        cuts = any(r.params.cuts for r in running)
+        return bucket_of(places, nodes, longest, self.max_model_len, cuts)
 
     def _still_fits(self, running: Sequence[Request]) -> bool:
-        """Whether the requests on the device are those that run, and not fewer than half of the places."""
+        """Whether all that run are on the device, and in more than a quarter of its places."""
         loaded = {r.id for r in self._loaded}
-        return all(r.id in loaded for r in running) and 2 * len(running) > _at_least(len(self._loaded)) // 2
+        return all(r.id in loaded for r in running) and 4 * len(running) > _at_least(len(self._loaded))
 
     def _num_nodes(self, running: Sequence[Request], places: int) -> int:
         wanted = min(self.drafter.max_device_nodes(), self.scheduler.config.max_nodes, MAX_ROWS // places)
@@ -249,26 +262,17 @@ class StepGraphs:
                 outcomes.append(Outcome(request, tokens[:num_accepted], num_nodes, launched.num_nodes))
         return outcomes
 
-    def _capture(self, bucket: Bucket) -> _Captured:
-        """Run a bucket's step once without any sequence, so that all kernels are compiled, and capture it."""
+    def _capture(self, bucket: Bucket) -> Captured:
         start = perf_counter()
         step = DeviceStep(bucket, self.model, self.pages, self._state, self.drafter, self.num_real_tokens)
-        captured = _Captured(step, step)
-        if self.model.device.type == "cuda":
-            lengths = self._state.lengths.clone()
-            self._state.lengths.zero_()
-            step()
-            before = torch.cuda.memory_reserved(self.model.device)
-            graph = torch.cuda.CUDAGraph()
-            pool = next((c.replay.__self__.pool() for c in self._captured.values()), None)  # type: ignore[attr-defined]
-            with torch.cuda.graph(graph, pool=pool):
-                step()
-            self._state.lengths.copy_(lengths)
-            self._bytes += torch.cuda.memory_reserved(self.model.device) - before
-            captured = _Captured(step, graph.replay)
+        captured = capture(step, self._state.lengths, next(iter(self._captured.values()), None))
         self._captured[bucket] = captured
         self._seconds += perf_counter() - start
         return captured
+
+
+def _can_load(requests: Sequence[Request]) -> bool:
+    return all(r.num_pending == 1 and why_eager(r) is None for r in requests)
 
 
 def _at_least(count: int) -> int:

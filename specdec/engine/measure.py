@@ -1,4 +1,7 @@
-"""Measures steps for the cost table: whole steps of a real engine, over random tokens and an empty cache."""
+"""Measures steps for the cost table, over random tokens and contexts that were never computed.
+
+A step is measured as the engine runs it: captured where it captures steps, else as a whole step of a real engine.
+"""
 
 import random
 import statistics
@@ -8,10 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.cache.pages import KVPages
 from specdec.drafters.protocol import DraftQuery, Observation
 from specdec.engine.config import EngineConfig
+from specdec.engine.device import Bucket, Captured, DeviceState, DeviceStep, capture
 from specdec.engine.engine import Engine
+from specdec.engine.graphs import bucket_of, why_no_graph
 from specdec.errors import ConfigError
+from specdec.models.decoder import Decoder
 from specdec.models.protocol import PackedModel
 from specdec.params import SamplingParams
 from specdec.verifier.rules import CoupledRule
@@ -25,6 +32,7 @@ NUM_NODES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = {"cpu": (128, 1024), "cuda": (128, 1024, 4096)}
 MAX_SEQS = {"cpu": 4, "cuda": 16}
 _SEQS_RATIO = {"cpu": 4, "cuda": 2}
+_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,11 @@ class Grid:
 
     def __len__(self) -> int:
         return len(self.num_seqs) * len(self.num_nodes) * len(self.contexts)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence in any step of the grid: context, root, nodes, and the token after them."""
+        return self.contexts[-1] + MAX_NODES + 2
 
 
 def make_grid(
@@ -94,8 +107,68 @@ def measure(
     return tuple(tuple(tuple(median(s, n, c) for c in grid.contexts) for n in grid.num_nodes) for s in grid.num_seqs)
 
 
+def make_step(model: PackedModel, grid: Grid) -> tuple[Step, str]:
+    """Return what runs and times a model's steps as an engine would run them, and how that is, for people.
+
+    Args:
+        model: the target.
+        grid: the largest points that will be asked for.
+    """
+    why = why_no_graph(model, _RandomChains(model.vocab_size), CoupledRule())
+    if why is not None:
+        return EngineStep(model, grid), f"eager steps, because {why}"
+    assert isinstance(model, Decoder)
+    return CapturedStep(model, grid), "captured steps"
+
+
+class CapturedStep:
+    """A `Step` of the device alone, captured on a GPU: draft of a full chain, forward, acceptance, commit.
+
+    Its seconds are the device's own, taken by events; elsewhere the same step is run and timed as it is. One point is
+    captured at a time.
+
+    Args:
+        model: the target, with Triton kernels.
+        grid: the largest points that will be asked for; the cache is made to hold them.
+    """
+
+    def __init__(self, model: Decoder, grid: Grid) -> None:
+        self._model, self._max_model_len = model, grid.max_model_len
+        self._chains = _RandomChains(model.vocab_size)
+        width = -(-grid.max_model_len // _BLOCK_SIZE)  # blocks a sequence
+        num_seqs = self._bucket(grid.num_seqs[-1], 1, grid.contexts[-1]).num_seqs
+        rng = torch.Generator(model.device).manual_seed(0)
+        self._pages = KVPages(model.kv_layout, num_seqs * width, _BLOCK_SIZE, model.device)
+        for pages in (*self._pages.k, *self._pages.v):
+            pages.normal_(generator=rng)
+        self._state = DeviceState.make(num_seqs, grid.max_model_len, width, model.device)
+        self._state.history.random_(model.vocab_size, generator=rng)
+        blocks = torch.randperm(num_seqs * width, generator=rng, device=model.device)
+        self._state.block_table.copy_(blocks.view(num_seqs, width))
+        self._captured: dict[tuple[int, int, int], Captured] = {}
+
+    def __call__(self, num_seqs: int, num_nodes: int, context: int) -> float:
+        """Run one step, padded as the engine would pad it, and return its seconds."""
+        point = (num_seqs, num_nodes, context)
+        if point not in self._captured:
+            self._captured.clear()  # its memory is free before more is taken
+            self._captured[point] = self._capture(*point)
+        lengths = self._state.lengths
+        lengths.zero_()
+        lengths[:num_seqs] = context + 1
+        return _timed(self._captured[point].replay, self._model.device)
+
+    def _capture(self, num_seqs: int, num_nodes: int, context: int) -> Captured:
+        bucket, vocab_size = self._bucket(num_seqs, num_nodes, context), self._model.vocab_size
+        step = DeviceStep(bucket, self._model, self._pages, self._state, self._chains, vocab_size)
+        return capture(step, self._state.lengths)
+
+    def _bucket(self, num_seqs: int, num_nodes: int, context: int) -> Bucket:
+        return bucket_of(num_seqs, num_nodes, context + 1 + num_nodes, self._max_model_len)
+
+
 class EngineStep:
-    """A `Step` of the engine itself: schedule, forward over the trees, logits, acceptance, commit, delivery.
+    """A `Step` of the engine itself, eager: schedule, forward over the trees, logits, acceptance, commit, delivery.
 
     Args:
         model: the target.
@@ -103,12 +176,14 @@ class EngineStep:
     """
 
     def __init__(self, model: PackedModel, grid: Grid) -> None:
-        num_seqs, max_model_len = grid.num_seqs[-1], grid.contexts[-1] + MAX_NODES + 2
+        num_seqs = grid.num_seqs[-1]
         config = EngineConfig(
-            num_blocks=num_seqs * -(-max_model_len // 16),
-            max_model_len=max_model_len,
+            block_size=_BLOCK_SIZE,
+            num_blocks=num_seqs * -(-grid.max_model_len // _BLOCK_SIZE),
+            max_model_len=grid.max_model_len,
             max_num_seqs=num_seqs,
             max_num_batched_tokens=2 * MAX_NODES * num_seqs,
+            cuda_graphs=False,
         )
         self._chains = _RandomChains(model.vocab_size)
         self._engine = Engine(model, self._chains, CoupledRule(), config, seed=0)
@@ -137,10 +212,11 @@ class EngineStep:
 
 
 class _RandomChains:
-    """A drafter that costs nothing and proposes as many nodes as it is told to."""
+    """A drafter that costs next to nothing and proposes as many nodes as it is told to, on the host or the device."""
 
     name = "random chains"
     reads_hidden = False
+    chains_only = True
 
     def __init__(self, vocab_size: int) -> None:
         self.num_nodes = 1
@@ -153,11 +229,35 @@ class _RandomChains:
         tokens = [[query.tokens[-1], *self.draw(self.num_nodes - 1)] for query in queries]
         return TokenTree.build(tokens, [chain_parents(self.num_nodes)] * len(queries))
 
+    def max_device_nodes(self) -> int:
+        return MAX_NODES
+
+    def draft_on_device(
+        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens = history[:, :num_nodes].long().contiguous()  # any tokens will do, the root's too
+        parents = torch.arange(-1, num_nodes - 1, device=history.device).expand_as(tokens).contiguous()
+        return tokens, parents, torch.where(lengths > 0, num_nodes, 0).to(torch.int32)
+
     def observe(self, observation: Observation) -> None:
         """Nothing to learn."""
 
     def forget(self, request_ids: Collection[int]) -> None:
         """Nothing to drop."""
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    """Run once; seconds by the device's own clock if it is a GPU."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
 
 
 def _finish(device: torch.device) -> None:
