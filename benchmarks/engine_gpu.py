@@ -75,8 +75,9 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 def write(path: str | None, result: dict[str, object]) -> None:
     """Print the result, and write it to a file if one is asked for."""
+    arguments = [a for a in sys.argv[1:] if a != "--json" and a != path]
     facts = {
-        "command": " ".join(["python", "benchmarks/engine_gpu.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/engine_gpu.py", *arguments]),
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
