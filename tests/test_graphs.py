@@ -41,6 +41,7 @@ class BushDrafter:
     chains_only = False
 
     def __init__(self, answers: dict[int, int] | None = None, width: int = 97) -> None:
+        self._parents = torch.tensor([[-1, 0, 0, 2]], device=DEVICE)  # a capture can't copy from the host
         self._next = torch.zeros(width, dtype=torch.int64, device=DEVICE)
         for token, follower in (answers or {}).items():
             self._next[token] = follower
@@ -53,7 +54,7 @@ class BushDrafter:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         root = history.gather(1, (lengths - 1).clamp(min=0)[:, None]).long()  # [S, 1]
         tokens = torch.cat([root, (root + 1) % 97, self._next[root], self._next[self._next[root]]], 1)[:, :num_nodes]
-        parents = torch.tensor([[-1, 0, 0, 2][:num_nodes]], device=history.device).expand(len(tokens), -1)
+        parents = self._parents[:, :num_nodes].expand(len(tokens), -1)
         count = torch.full_like(lengths, num_nodes, dtype=torch.int32)
         return tokens, parents, torch.where(lengths > 0, count, 0)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specdec.kernels.activation import act_mul
+from specdec.kernels.gpu import fast
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 
@@ -35,6 +36,25 @@ def test_gated_products(dtype: torch.dtype, activation: str) -> None:
     for b in (None, bias):
         wide = x.double() @ w.double().T + (0 if b is None else b.double())
         assert_close(gated_linear(x, w, b, activation), act_mul(wide, activation))
+
+
+@pytest.mark.parametrize("n", [1, 5, 70])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_that_may_depend_on_the_number_of_rows(dtype: torch.dtype, n: int) -> None:
+    torch.manual_seed(3)
+    out, k = 50, 72
+    x, w, bias = random(n, k, dtype=dtype), random(2 * out, k, dtype=dtype) / k**0.5, random(2 * out, dtype=dtype)
+    for b in (None, bias):
+        wide = x.double() @ w.double().T + (0 if b is None else b.double())
+        assert_close(fast.linear(x, w, b), wide)
+        assert_close(fast.gated_linear(x, w, b, "silu"), act_mul(wide, "silu"))
+
+
+def test_one_row_of_a_large_matrix_takes_the_deterministic_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "SMALL_MATRIX", 0)
+    x, w = random(1, 64, dtype=torch.float16), random(96, 64, dtype=torch.float16)
+    assert torch.equal(fast.linear(x, w), linear(x, w))
+    assert torch.equal(fast.gated_linear(x, w, None, "gelu"), gated_linear(x, w, None, "gelu"))
 
 
 def test_rows_may_be_strided() -> None:

@@ -1,7 +1,7 @@
 """Matrix products where bits may depend on the number of rows: the fastest kernel for each size.
 
-One row takes a matrix-vector kernel without matrix instructions, many rows the library's product, and those between the
-deterministic one, which is as fast there.
+One row of a small matrix takes a matrix-vector kernel without matrix instructions, many rows take the library's
+product, and the others the deterministic one, which is as fast there.
 """
 
 import torch
@@ -12,19 +12,23 @@ import triton.language as tl
 from specdec.kernels.activation import ACTIVATIONS
 from specdec.kernels.gpu import linear as exact
 from specdec.kernels.gpu.activation import act_mul, activate
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 
 FEW_ROWS = 64
 """Up to here the deterministic product is as fast as the library's."""
+SMALL_MATRIX = 1 << 22
+"""Elements up to which the matrix-vector kernel is the faster one, on an H100."""
 
 
 @triton.jit
 def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     at = tl.arange(0, BLOCK_K)
     w_at = w_ptr + (col % OUT).to(tl.int64)[:, None] * K + at[None, :]
+    wait_for_inputs(PDL)
     total = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -47,7 +51,7 @@ def _gemv_kernel(
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x @ weight.T + bias: [N, in], [out, in], [out] or None → [N, out]."""
-    if len(x) == 1:
+    if len(x) == 1 and weight.numel() <= SMALL_MATRIX:
         return _gemv(x, weight, bias, None)
     return F.linear(x, weight, bias) if len(x) > FEW_ROWS else exact.linear(x, weight, bias)
 
@@ -55,7 +59,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """Return activation(gate) · up of a merged projection: [N, in], [2 I, in], [2 I] or None → [N, I]."""
     assert activation in ACTIVATIONS
-    if len(x) == 1:
+    if len(x) == 1 and weight.numel() <= SMALL_MATRIX:
         return _gemv(x, weight, bias, activation)
     if len(x) > FEW_ROWS:
         return act_mul(F.linear(x, weight, bias), activation)
@@ -70,5 +74,6 @@ def _gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, acti
     _gemv_kernel[(triton.cdiv(out, block_out),)](
         x, weight, weight if bias is None else bias, y, out, k, bias is not None, gated, activation or "",
         block_out, min(512, triton.next_power_of_2(k)), num_warps=4,
+        **overlap(x.device),
     )  # fmt: skip
     return y
