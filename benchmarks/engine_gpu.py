@@ -50,9 +50,11 @@ def make_llm(model: str | PreTrainedModel, **options: object) -> LLM:
     return LLM(model, seed=0, **(sizes | options))  # type: ignore[arg-type]
 
 
-def decode_speed(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
+def decode_speed(
+    llm: LLM, prompts: list[list[int]], num_tokens: int, ignore_eos: bool = True
+) -> tuple[float, list[list[int]]]:
     """Tokens a second while all requests decode, and their answers."""
-    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=ignore_eos)
     requests = [llm.engine.add(prompt, params) for prompt in prompts]
     while any(r.num_output == 0 for r in requests):
         llm.engine.step()
@@ -163,7 +165,7 @@ def speculation(model: str, tokens: int, path: str | None) -> None:
     plain, ngram = (make_llm(model, drafter=name) for name in ("none", "ngram"))
     for name, prompt in PROMPTS.items():
         ids = plain.encode_chat([{"role": "user", "content": prompt}])
-        runs = [[decode_speed(llm, [ids], tokens) for _ in range(4)][1:] for llm in (plain, ngram)]
+        runs = [[decode_speed(llm, [ids], tokens, False) for _ in range(6)][1:] for llm in (plain, ngram)]
         a, b = (statistics.median(speed for speed, _ in part) for part in runs)
         equal = all(answer == runs[0][0][1] for part in runs for _, answer in part)
         row = {"prompt": name, "plain": round(a, 1), "ngram": round(b, 1), "ratio": round(b / a, 3), "equal": equal}
