@@ -14,7 +14,8 @@ test: model
 	$(BIN)/python -m pytest -q -m model
 
 cover: model
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not gemma and not model" --cov --cov-report= --cov-fail-under=0
+	$(BIN)/python -m pytest -q -m model --cov --cov-append --cov-report=term
 
 lint: $(READY) types
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, key_
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
 from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 
-MERGED_ROWS = 32
+MERGED_ROWS = 16
 """Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
 
 

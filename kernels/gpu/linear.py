@@ -34,13 +34,13 @@ def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1) -> Tile:
     """
     if num_rows > 64:
         return Tile(128, 256, 64, 8, 3) if num_weights == 1 else Tile(128, 128, 64, 8, 4)
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    rows = 16 if num_rows <= 16 else 64  # a tile of 32 rows was slower than one of 64 that is half empty
     if out * num_weights >= 32768 and k < 1024:  # a small model's head
         return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
     if k < 2048:
         return Tile(rows, 16 if rows == 64 or k > 1024 else 32, 256 if k > 1024 else 128, 4, 4)
     if rows < 64:
-        return Tile(rows, 64 // num_weights, 256, 4, 4 if rows == 16 else 3)
+        return Tile(rows, 64 // num_weights, 256, 4, 4)
     if num_weights == 2:
         return Tile(64, 64, 128, 4, 4)
     if out >= 32768:
