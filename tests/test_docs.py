@@ -43,3 +43,23 @@ def demo_table() -> str:
 
 def test_the_table_in_the_readme_is_the_committed_result() -> None:
     assert demo_table() in (ROOT / "README.md").read_text()
+
+
+def throughput_row(model: str, file: str) -> str:
+    """The README's line of a model's speeds on a GPU."""
+    rows = json.loads((ROOT / "benchmarks/results" / file).read_text())["rows"]
+    speeds = {row["batch"]: row["tok_s"] for row in rows if row["deterministic"]}
+    return f"| {model} | " + " | ".join(f"{speeds[batch]:,.0f}" for batch in (1, 8, 64)) + " |"
+
+
+def test_the_readme_shows_the_committed_throughput() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert throughput_row("SmolLM2-135M-Instruct", "throughput_smollm2_h100.json") in readme
+    assert throughput_row("Llama-3-8B's shape, random weights", "throughput_8b_h100.json") in readme
+
+
+def test_the_readme_shows_the_committed_gain_of_the_drop_in() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/dropin_cpu.json").read_text())["rows"]
+    gains = sorted(row["speedup"] for row in rows)
+    assert all(row["identical"] for row in rows)
+    assert f"{gains[0]:.2f} to {gains[-1]:.2f} times as fast" in (ROOT / "README.md").read_text()
