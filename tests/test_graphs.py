@@ -13,6 +13,7 @@ from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import DraftQuery, Observation
 from specdec.engine.engine import Engine
+from specdec.engine.graphs import Outcome
 from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
 from specdec.engine.request import Request
 from specdec.errors import SpecdecError
@@ -198,6 +199,17 @@ def test_a_model_that_fails_is_named() -> None:
         model.lm_head.weight.fill_(torch.nan)
     with pytest.raises(SpecdecError, match="hold NaN"):
         drain(engine)
+
+
+def test_what_others_emitted_is_delivered_before_a_failure_is_raised() -> None:
+    engine = graph_engine()
+    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS[:2]]
+    while min(r.num_output for r in requests) < 2:
+        engine.step()
+    lengths = [r.num_output for r in requests]
+    with pytest.raises(SpecdecError, match=f"request {requests[0].id} hold NaN"):
+        engine._emit_captured([Outcome(requests[0], [-1], 1, 1), Outcome(requests[1], [5], 1, 1)])
+    assert [r.num_output for r in requests] == [lengths[0], lengths[1] + 1]
 
 
 def test_a_measured_captured_step_has_full_chains() -> None:

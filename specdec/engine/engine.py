@@ -185,7 +185,8 @@ class Engine:
         self.drafter.observe(Observation([item.request.id for item in plan.items], counts, seen))
 
     def _emit_captured(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
+        """Deliver what a captured step emitted. What can't be delivered comes last, so that nobody else's is lost."""
+        for outcome in sorted(outcomes, key=lambda o: o.tokens[-1] < 0):
             request = outcome.request
             deliver_captured(request, outcome.tokens, outcome.num_nodes, self.drafter.name)
             request.num_computed += len(outcome.tokens)
