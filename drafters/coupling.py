@@ -13,12 +13,12 @@ def coupled_scores(logits: Tensor, params: Sequence[SamplingParams], positions: 
     """Return scores whose order is each row's order of candidates.
 
     Args:
-        logits: [R, V] float32 or float64, a drafter's.
+        logits: [R, …, V] float32 or float64, a drafter's.
         params: the R rows' requests.
         positions: the output position that each row predicts.
 
     Returns:
-        [R, V]: the logits themselves where the request is greedy, log-probability / temperature + noise where it
+        [R, …, V]: the logits themselves where the request is greedy, log-probability / temperature + noise where it
         samples: its top k are k draws without replacement.
     """
     rows = [row for row, p in enumerate(params) if not p.greedy]
@@ -27,6 +27,7 @@ def coupled_scores(logits: Tensor, params: Sequence[SamplingParams], positions: 
     device = logits.device
     seeds = torch.tensor([params[row].seed for row in rows], device=device)
     noise = gumbel_noise(seeds, torch.tensor([positions[row] for row in rows], device=device), logits.shape[-1])
-    temperature = logits.new_tensor([params[row].temperature for row in rows])[:, None]
-    scores = logits[rows].log_softmax(-1) / temperature + noise
+    between = [1] * (logits.ndim - 2)  # what a row scores several times at one position has one noise
+    temperature = logits.new_tensor([params[row].temperature for row in rows]).view(-1, *between, 1)
+    scores = logits[rows].log_softmax(-1) / temperature + noise.view(len(rows), *between, -1)
     return logits.index_copy(0, torch.tensor(rows, device=device), scores)

@@ -1,7 +1,7 @@
 """Draft heads on disk: our folder, the published ones, and the fingerprint of the base that they belong to.
 
-Our folder holds `config.json` and `heads.safetensors`. Knows no requests and no trees' meaning; the module is in
-`specdec.drafters.medusa_heads`, the published layouts in `specdec.drafters.layouts`.
+Our folder holds `config.json` and `heads.safetensors`. Knows no requests and no trees' meaning; the modules are in
+`specdec.drafters.draft_heads`, published heads in `specdec.drafters.published`.
 """
 
 import hashlib
@@ -14,19 +14,33 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.drafters.layouts import MEDUSA_FILES, check_tensors, medusa_weights, read_tensors
-from specdec.drafters.medusa_heads import HeadsConfig, MedusaHeads
+from specdec.drafters.draft_heads import DraftHeads, HeadsConfig
+from specdec.drafters.hydra_heads import HydraHeads
+from specdec.drafters.layouts import check_tensors, read_tensors
+from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.drafters.protocol import DraftTarget
+from specdec.drafters.published import PUBLISHED_FILES, published_kind, read_published
 from specdec.errors import CheckpointError, ConfigError
 from specdec.hub.cache import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["HeadsConfig", "MedusaHeads", "base_fingerprint", "load_heads", "save_config", "save_heads"]
+__all__ = [
+    "DraftHeads",
+    "HeadsConfig",
+    "HydraHeads",
+    "MedusaHeads",
+    "base_fingerprint",
+    "heads_kind",
+    "load_heads",
+    "make_heads",
+    "save_config",
+    "save_heads",
+]
 
 FORMAT = "specdec-heads"
-KIND = "medusa"
+KINDS: dict[str, type[MedusaHeads] | type[HydraHeads]] = {"medusa": MedusaHeads, "hydra": HydraHeads}
 VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "heads.safetensors"
@@ -57,7 +71,14 @@ def base_fingerprint(model: "PreTrainedModel") -> str:
     return digest.hexdigest()
 
 
-def save_heads(heads: MedusaHeads, path: str | Path) -> None:
+def make_heads(
+    config: HeadsConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> MedusaHeads | HydraHeads:
+    """Return new heads of the config's kind: the identity on the hidden state, own projections zero."""
+    return KINDS[config.kind](config, device, dtype)
+
+
+def save_heads(heads: DraftHeads, path: str | Path) -> None:
     """Write heads to a folder, each file in one atomic step; whatever else it holds is left alone.
 
     Args:
@@ -74,18 +95,18 @@ def save_heads(heads: MedusaHeads, path: str | Path) -> None:
 
 def save_config(config: HeadsConfig, path: str | Path) -> None:
     """Write the config of a heads folder alone, in one atomic step: for another tree beside the same weights."""
-    text = json.dumps({"format": FORMAT, "kind": KIND, "version": VERSION} | asdict(config), indent=2)
+    text = json.dumps({"format": FORMAT, "kind": config.kind, "version": VERSION} | asdict(config), indent=2)
     replace_file(Path(path) / CONFIG_FILE, lambda file: file.write_text(text + "\n", encoding="utf-8"))
 
 
 def load_heads(
     path: str | Path, target: DraftTarget | None = None, *, allow_pickle: bool = False, check_base: bool = True
-) -> MedusaHeads:
-    """Load Medusa heads, ours or published, and check that they are whole and belong to the target.
+) -> MedusaHeads | HydraHeads:
+    """Load draft heads, ours or published, and check that they are whole and belong to the target.
 
-    Reads our folder, Medusa v1 (`medusa_lm_head.safetensors` or `.pt`) and Medusa "version": "2" (residual blocks
-    before the base's own head). The number of heads and blocks of a published checkpoint comes from its weights.
-    Nothing in a file is executed.
+    Reads our folder, Medusa v1 (`medusa_lm_head.safetensors` or `.pt`), Medusa "version": "2" (residual blocks
+    before the base's own head), vLLM's Medusa, and Hydra's "mlp" (`hydra_lm_head.safetensors` or `.pt`). The number of
+    heads and blocks of a published checkpoint comes from its weights. Nothing in a file is executed.
 
     Args:
         path: the folder, or the weights file itself.
@@ -103,15 +124,35 @@ def load_heads(
         raise CheckpointError(f"{path}: no such file or folder; give the folder that holds the heads' {CONFIG_FILE}")
     folder = path if path.is_dir() else path.parent
     raw = _read_json(folder / CONFIG_FILE)
-    if (folder / WEIGHTS_FILE).exists() and path.name not in MEDUSA_FILES or "format" in raw:
+    if _is_ours(path, raw):
         config, state = _read_ours(folder, raw)
     else:
-        config, state = _read_medusa(path, raw, target, allow_pickle)
+        config, state = read_published(path, raw, target, allow_pickle, check_base)
     if target is not None:
         _check_target(config, target, path, check_base)
-    heads = MedusaHeads(config, device="meta")
+    heads = make_heads(config, device="meta")
     heads.load_state_dict(state, assign=True)
     return heads if target is None else heads.to(target.device, target.dtype)
+
+
+def heads_kind(path: str | Path) -> str:
+    """Return the kind of the heads at a path, "medusa" where it can't be told: `load_heads` says what is wrong.
+
+    Args:
+        path: as for `load_heads`.
+    """
+    path = Path(path)
+    try:
+        raw = _read_json((path if path.is_dir() else path.parent) / CONFIG_FILE)
+    except CheckpointError:
+        return "medusa"
+    kind = raw.get("kind") if _is_ours(path, raw) else published_kind(path)
+    return kind if isinstance(kind, str) and kind in KINDS else "medusa"
+
+
+def _is_ours(path: Path, raw: dict[str, Any]) -> bool:
+    folder = path if path.is_dir() else path.parent
+    return (folder / WEIGHTS_FILE).exists() and path.name not in PUBLISHED_FILES or "format" in raw
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -131,7 +172,7 @@ def _read_ours(folder: Path, raw: dict[str, Any]) -> tuple[HeadsConfig, dict[str
     config = _parse_config(folder / CONFIG_FILE, raw)
     file = folder / WEIGHTS_FILE
     tensors, metadata = read_tensors(file, allow_pickle=False)
-    expected = MedusaHeads(config, device="meta").state_dict()
+    expected = make_heads(config, device="meta").state_dict()
     check_tensors(tensors, {name: tuple(tensor.shape) for name, tensor in expected.items()}, file)
     if metadata.get("base_fingerprint") != config.base_fingerprint:
         raise CheckpointError(
@@ -145,42 +186,14 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> HeadsConfig:
     if not raw:
         raise CheckpointError(f"{path}: missing; {WEIGHTS_FILE} can't be read without it")
     header = {key: raw.get(key) for key in ("format", "kind", "version")}
-    if header != {"format": FORMAT, "kind": KIND, "version": VERSION}:
+    if header not in [{"format": FORMAT, "kind": kind, "version": VERSION} for kind in KINDS]:
         raise CheckpointError(
-            f"{path}: describes {header}; this version reads {FORMAT}, kind {KIND}, version {VERSION}"
+            f"{path}: describes {header}; this version reads {FORMAT}, kind {' or '.join(KINDS)}, version {VERSION}"
         )
     try:
-        return HeadsConfig(**{key: value for key, value in raw.items() if key not in header})
+        return HeadsConfig(**{key: value for key, value in raw.items() if key not in ("format", "version")})
     except (ConfigError, TypeError) as error:  # TypeError: a key is unknown or missing
         raise CheckpointError(f"{path}: {error}; save the heads again") from error
-
-
-def _read_medusa(
-    path: Path, raw: dict[str, Any], target: DraftTarget | None, allow_pickle: bool
-) -> tuple[HeadsConfig, dict[str, Tensor]]:
-    if path.is_dir():
-        names = [name for name in MEDUSA_FILES if (path / name).exists()]
-        if not names:
-            wanted = ", ".join((WEIGHTS_FILE, *MEDUSA_FILES))
-            raise CheckpointError(f"{path}: holds no draft heads that can be read; looked for {wanted}")
-        path /= names[0]
-    weights = medusa_weights(read_tensors(path, allow_pickle)[0], path, shares_head=str(raw.get("version")) == "2")
-    vocab_size = weights.vocab_size
-    if vocab_size is None:
-        if target is None:
-            raise CheckpointError(f"{path}: has no projections, so its vocabulary is the target's; pass the target")
-        vocab_size = target.vocab_size
-    try:
-        config = HeadsConfig(
-            num_heads=weights.num_heads,
-            num_layers=weights.num_layers,
-            hidden_size=weights.hidden_size,
-            vocab_size=vocab_size,
-            projection="shared" if weights.vocab_size is None else "own",
-        )
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}; these are no Medusa heads") from error
-    return config, weights.state
 
 
 def _check_target(config: HeadsConfig, target: DraftTarget, path: Path, check_base: bool) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 
-MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 PICKLE_SUFFIXES = (".pt", ".bin")
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MEDUSA_KEY = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+_VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+_VLLM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
 
 
 class MedusaWeights(NamedTuple):
@@ -84,7 +85,7 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         )
     if unexpected := tensors.keys() - shapes.keys():
         raise CheckpointError(
-            f"{path}: holds {_names(unexpected)}, which don't belong to Medusa heads; other layouts can't be read"
+            f"{path}: holds {_names(unexpected)}, which don't belong to these heads; other layouts can't be read"
         )
     for name, shape in shapes.items():
         tensor = tensors[name]
@@ -129,6 +130,41 @@ def medusa_weights(tensors: Mapping[str, Tensor], path: Path, shares_head: bool)
             shapes[f"{k}.{num_layers}.weight"] = (vocab_size, hidden_size)
     check_tensors(tensors, shapes, path)
     return MedusaWeights(num_heads, num_layers, hidden_size, vocab_size, _stack(tensors, num_heads, num_layers))
+
+
+def medusa_names_of_vllm(tensors: Mapping[str, Tensor], path: Path, raw: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Give tensors of vLLM's Medusa layout the names of Medusa v1.
+
+    `blocks.{k}.layers.{l}.*` becomes `{k}.{l}.linear.*`, `lm_heads.{k}.weight` the projection of head k; with
+    "original_lm_head" the only `lm_heads.0.weight` is that of all heads. Biases are zero without "medusa_fc_bias".
+
+    Args:
+        tensors: the file's tensors.
+        path: the file, for the messages.
+        raw: its config.json.
+
+    Raises:
+        CheckpointError: the heads score part of the vocabulary, which can't be read.
+    """
+    if raw.get("truncated_vocab_size") not in (None, raw.get("vocab_size")) or "token_map" in tensors:
+        raise CheckpointError(f"{path}: scores {raw.get('truncated_vocab_size')} mapped tokens; that can't be read")
+    blocks = {name: match for name in tensors if (match := _VLLM_BLOCK.fullmatch(name))}
+    num_layers = 1 + max((int(match[2]) for match in blocks.values()), default=0)
+    num_heads = 1 + max((int(match[1]) for match in blocks.values()), default=0)
+    if num_heads > len(tensors):
+        raise CheckpointError(f"{path}: lacks most of {num_heads} heads; export it again")
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if match := blocks.get(name):
+            renamed[f"{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
+            if not raw.get("medusa_fc_bias"):
+                renamed.setdefault(f"{match[1]}.{match[2]}.linear.bias", tensor.new_zeros(tensor.shape[:1]))
+        elif match := _VLLM_HEAD.fullmatch(name):
+            heads = range(num_heads) if raw.get("original_lm_head") and match[1] == "0" else (match[1],)
+            renamed |= {f"{k}.{num_layers}.weight": tensor for k in heads}
+        else:
+            renamed[name] = tensor
+    return renamed
 
 
 def _stack(tensors: Mapping[str, Tensor], num_heads: int, num_layers: int) -> dict[str, Tensor]:

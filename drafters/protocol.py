@@ -65,6 +65,8 @@ class DraftTarget:
         fingerprint: the base's fingerprint, as `specdec.drafters.heads.base_fingerprint` computes it.
         model: the target itself, for drafters that run part of it.
         tokenizer: the target's, for drafters that have one of their own; None if there is none.
+        embed: maps token ids [...] to the model's own input embeddings [..., H], scaled as its embedding module scales
+            them; None if there is none.
     """
 
     hidden_size: int
@@ -75,6 +77,7 @@ class DraftTarget:
     fingerprint: str
     model: PackedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class Drafter(Protocol):

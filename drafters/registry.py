@@ -29,6 +29,7 @@ DRAFTERS: dict[str, Callable[[], Factory]] = {
     "none": _lazy("specdec.drafters.none", "NoDrafter"),
     "ngram": _lazy("specdec.drafters.ngram", "NGramDrafter"),
     "medusa": _lazy("specdec.drafters.medusa", "load_medusa"),
+    "hydra": _lazy("specdec.drafters.hydra", "load_hydra"),
     "draft_model": _lazy("specdec.drafters.models", "load_draft_model"),
     "early_exit": _lazy("specdec.drafters.models", "early_exit"),
 }
@@ -125,10 +126,12 @@ def _split(spec: str | Path) -> tuple[str, str | None]:
             raise ConfigError(f"drafter {text!r} has no path after the colon")
         return name, path or None
     if isinstance(spec, Path) or "/" in text or (text and Path(text).exists()):
-        return "medusa", text
+        from specdec.drafters.heads import heads_kind  # here, for importing this module imports no heads
+
+        return heads_kind(text), text
     close = difflib.get_close_matches(name, DRAFTERS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    known = f"{', '.join(DRAFTERS)}, medusa:PATH, draft_model:PATH, ngram+…, or a path"
+    known = f"{', '.join(DRAFTERS)}, medusa:PATH, hydra:PATH, draft_model:PATH, ngram+…, or a path"
     raise ConfigError(f"unknown drafter {text!r}{hint}; known: {known}")
 
 

@@ -65,6 +65,7 @@ def build_engine(
         fingerprint=base_fingerprint(model),
         model=packed,
         tokenizer=tokenizer,
+        embed=model.get_input_embeddings(),
     )
     return Engine(
         packed,

@@ -19,7 +19,13 @@ CHOICES = [(0,), (0, 0), (1,), (0, 0, 0), (0, 1)]
 def target_of(model: PreTrainedModel) -> DraftTarget:
     packed = make_target(model)
     return DraftTarget(
-        packed.hidden_size, packed.vocab_size, packed.device, packed.dtype, packed.logits, base_fingerprint(model)
+        packed.hidden_size,
+        packed.vocab_size,
+        packed.device,
+        packed.dtype,
+        packed.logits,
+        base_fingerprint(model),
+        embed=model.get_input_embeddings(),
     )
 
 

@@ -15,6 +15,7 @@ from specdec.drafters.protocol import Drafter
 from specdec.params import SamplingParams
 from tests.conftest import VOCAB
 from tests.engines import make_engine, outputs, run
+from tests.hydra import random_hydra
 from tests.medusa import SIZE, random_medusa, successor, walking_medusa, walking_model
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter, SometimesDrafter
 
@@ -60,6 +61,7 @@ def alone(tiny: PreTrainedModel) -> dict[str, list[list[int]]]:
 DRAFTERS: dict[str, Callable[[PreTrainedModel, dict[tuple[int, ...], list[int]]], Drafter]] = {
     "ngram": lambda model, answers: NGramDrafter(),
     "medusa": lambda model, answers: random_medusa(model),
+    "hydra": lambda model, answers: random_hydra(model),
     "oracle chain": lambda model, answers: OracleDrafter(answers, "chain"),
     "oracle wide": lambda model, answers: OracleDrafter(answers, "wide"),
     "oracle ragged": lambda model, answers: OracleDrafter(answers, "ragged"),

@@ -5,6 +5,7 @@ import click
 from specdec import __version__
 from specdec.cli.chat import chat
 from specdec.cli.demo import demo
+from specdec.cli.export import export
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.pull import pull
@@ -34,5 +35,5 @@ def main() -> None:
     """Generate several tokens per forward pass without changing what the model says."""
 
 
-for _command in (generate, chat, pull, info, tune, demo):
+for _command in (generate, chat, pull, info, tune, export, demo):
     main.add_command(_command)
