@@ -15,10 +15,11 @@ from torch import Tensor
 from specdec.drafters.choices import Choice, as_choices, best_first_choices, default_accuracies
 from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.heads import load_heads
+from specdec.drafters.medusa_device import DeviceTree
 from specdec.drafters.medusa_heads import MedusaHeads
-from specdec.drafters.protocol import DraftQuery, DraftTarget, Observation
+from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget, Observation
 from specdec.errors import ConfigError
-from specdec.verifier.tree import MAX_NODES, TokenTree
+from specdec.verifier.tree import MAX_NODES, TokenTree, chain_parents
 
 __all__ = ["MedusaDrafter", "best_first_choices", "load_medusa"]
 
@@ -53,6 +54,7 @@ class MedusaDrafter:
 
     name = "medusa"
     reads_hidden = True
+    chains_only = False
 
     def __init__(
         self,
@@ -70,6 +72,8 @@ class MedusaDrafter:
         self._target = target
         self._choices = _choices(heads, tree, max_nodes)
         self._parents = [-1, *(1 + self._choices.index(c[:-1]) if len(c) > 1 else 0 for c in self._choices)]
+        self.chains_only = self._parents == chain_parents(len(self._parents))
+        self._on_device = DeviceTree(heads, target, self._choices, self._parents)
         self._seen: dict[int, _Seen] = {}
 
     @property
@@ -107,6 +111,23 @@ class MedusaDrafter:
         """Drop the hidden states of these requests."""
         for request_id in request_ids:
             self._seen.pop(request_id, None)
+
+    def max_device_nodes(self) -> int:
+        """Return the nodes of the tree, root included."""
+        return 1 + len(self._choices)
+
+    def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first nodes of the tree, the root alone where no hidden state is known; see `DraftsOnDevice`."""
+        return self._on_device.draft(query, num_nodes)
+
+    def hidden_of(self, request_ids: Sequence[int]) -> list[Tensor | None]:
+        """Return what captured steps go on from; see `KeepsHidden`."""
+        return [self._seen[request_id].hidden if request_id in self._seen else None for request_id in request_ids]
+
+    def keep_hidden(self, request_ids: Sequence[int], hidden: Tensor) -> None:
+        """Go on from what captured steps kept; see `KeepsHidden`. Their steps reach the root."""
+        for request_id, row in zip(request_ids, hidden.unbind(), strict=True):
+            self._seen[request_id] = _Seen(row, queried=True)
 
     def _num_nodes(self, query: DraftQuery) -> int:
         """Nodes to propose. The last hidden state observed is that of the token before the root if it came from a step
