@@ -14,11 +14,12 @@ from torch import Tensor
 from specdec.drafters.choices import Choice, best_first_choices
 from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.heads import load_heads
+from specdec.drafters.medusa_device import DeviceTree
 from specdec.drafters.medusa_heads import MedusaHeads
-from specdec.drafters.protocol import DraftQuery, DraftTarget, Observation
+from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget, Observation
 from specdec.drafters.static_tree import StaticTree
 from specdec.errors import CheckpointError
-from specdec.verifier.tree import TokenTree
+from specdec.verifier.tree import TokenTree, chain_parents
 
 __all__ = ["MedusaDrafter", "best_first_choices", "load_medusa"]
 
@@ -41,6 +42,7 @@ class MedusaDrafter:
 
     name = "medusa"
     reads_hidden = True
+    chains_only = False
 
     def __init__(
         self,
@@ -52,6 +54,8 @@ class MedusaDrafter:
         self._heads = heads
         self._target = target
         self._tree = StaticTree(heads.config, target, tree, max_nodes)
+        self.chains_only = self._tree.parents == chain_parents(len(self._tree.parents))
+        self._on_device = DeviceTree(heads, target, self._tree.choices, self._tree.parents)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -70,6 +74,22 @@ class MedusaDrafter:
     def forget(self, request_ids: Collection[int]) -> None:
         """Drop the hidden states of these requests."""
         self._tree.forget(request_ids)
+
+    def max_device_nodes(self) -> int:
+        """Return the nodes of the tree, root included."""
+        return len(self._tree.parents)
+
+    def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first nodes of the tree, the root alone where no hidden state is known; see `DraftsOnDevice`."""
+        return self._on_device.draft(query, num_nodes)
+
+    def hidden_of(self, request_ids: Sequence[int]) -> list[Tensor | None]:
+        """Return what captured steps go on from; see `KeepsHidden`."""
+        return self._tree.hidden_of(request_ids)
+
+    def keep_hidden(self, request_ids: Sequence[int], hidden: Tensor) -> None:
+        """Go on from what captured steps kept; see `KeepsHidden`. Their steps reach the root."""
+        self._tree.keep_hidden(request_ids, hidden)
 
     def _guess(self, queries: Sequence[DraftQuery], hidden: Tensor, choices: Sequence[Choice]) -> list[list[int]]:
         """Tokens of the choices for each query."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specdec.drafters.protocol import DraftQuery, Observation
+from specdec.drafters.protocol import DeviceQuery, DraftQuery, Observation
 from specdec.errors import ConfigError
 from specdec.kernels.ngram import MAX_LOOKUP
 from specdec.verifier.tree import MAX_NODES, TokenTree, merge_paths
@@ -140,14 +140,13 @@ class NGramDrafter:
         """Return the most nodes of a chain, root included: on a device that drafts, rows cost next to nothing."""
         return max(DEVICE_NODES, self._num_speculative_tokens + 1)
 
-    def draft_on_device(
-        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return a chain of what followed the longest, most recent match; see `DraftsOnDevice`."""
         from specdec.kernels.gpu.ngram import ngram_chain
 
         longest = min(self._lengths[0], MAX_LOOKUP)
-        tokens, parents, drafted, _ = ngram_chain(history, lengths, num_nodes, longest, min(self._lengths[-1], longest))
+        shortest = min(self._lengths[-1], longest)
+        tokens, parents, drafted, _ = ngram_chain(query.history, query.lengths, num_nodes, longest, shortest)
         return tokens, parents, drafted
 
     def _grow(self, query: DraftQuery) -> tuple[list[int], list[int]]:

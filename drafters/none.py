@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from specdec.drafters.protocol import DraftQuery, Observation
+from specdec.drafters.protocol import DeviceQuery, DraftQuery, Observation
 from specdec.verifier.tree import TokenTree
 
 
@@ -29,10 +29,7 @@ class NoDrafter:
         """Return 1: the root."""
         return 1
 
-    def draft_on_device(
-        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the roots; see `DraftsOnDevice`."""
-        roots = history.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).to(torch.int64)
-        tokens = torch.nn.functional.pad(roots, (0, num_nodes - 1))
-        return tokens, tokens.new_full(tokens.shape, -1), (lengths > 0).to(torch.int32)
+        tokens = torch.nn.functional.pad(query.roots(), (0, num_nodes - 1))
+        return tokens, tokens.new_full(tokens.shape, -1), (query.lengths > 0).to(torch.int32)

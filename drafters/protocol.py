@@ -110,9 +110,53 @@ class UsesCache(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceQuery:
+    """Sequences that want trees of a captured step. Tensors on the device, whose values the host doesn't know.
+
+    Args:
+        history: [S, L] int32, tokens of each sequence.
+        lengths: [S] int64, tokens known; the last one is the root. 0: the sequence is inactive.
+        prompt_lens: [S] int64; the root's children stand at output position lengths - prompt_lens.
+        seeds: [S] int64.
+        temperature: [S] float32; 0 is greedy.
+        hidden: [S, H] final hidden state of the token before the root; H is 0 unless the drafter is `KeepsHidden`.
+        has_hidden: [S] bool, whether it is known.
+    """
+
+    history: torch.Tensor
+    lengths: torch.Tensor
+    prompt_lens: torch.Tensor
+    seeds: torch.Tensor
+    temperature: torch.Tensor
+    hidden: torch.Tensor
+    has_hidden: torch.Tensor
+
+    def roots(self) -> torch.Tensor:
+        """Return the last token of each sequence, [S, 1] int64; any token of inactive ones."""
+        return self.history.gather(1, (self.lengths - 1).clamp(min=0).unsqueeze(1)).to(torch.int64)
+
+
+@runtime_checkable
+class KeepsHidden(Protocol):
+    """What a drafter has besides that reads hidden states in captured steps too.
+
+    The device keeps them from step to step; the drafter keeps them where the engine goes over from eager to captured
+    steps and back.
+    """
+
+    def hidden_of(self, request_ids: Sequence[int]) -> list[torch.Tensor | None]:
+        """Return the final hidden state [H] of each request's last committed token; None if it isn't known."""
+        ...
+
+    def keep_hidden(self, request_ids: Sequence[int], hidden: torch.Tensor) -> None:
+        """Take note of the hidden states [R, H] of R requests' last committed tokens: all but the root is committed."""
+        ...
+
+
 @runtime_checkable
 class DraftsOnDevice(Protocol):
-    """What a drafter has besides that can draft from tensors alone, so that its drafts are part of a captured step.
+    """What a drafter has besides that drafts without the host, so that its drafts are part of a captured step.
 
     Its drafts there may differ from those of `propose`; what is emitted can't.
     """
@@ -124,15 +168,12 @@ class DraftsOnDevice(Protocol):
         """Return the most nodes of a tree, root included."""
         ...
 
-    def draft_on_device(
-        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draft for each of S sequences without asking the host anything.
 
         Args:
-            history: [S, L] int32, tokens of each sequence.
-            lengths: [S] int64, tokens known; the last one is the root. 0: the sequence is inactive.
-            num_nodes: n, columns of the result.
+            query: the sequences.
+            num_nodes: n, columns of the result; at most `max_device_nodes`.
 
         Returns:
             tokens: [S, n] int64, root first, padded with any id of the vocabulary.

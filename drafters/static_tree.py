@@ -52,7 +52,7 @@ class StaticTree:
         if sizes != (target.hidden_size, target.vocab_size):
             raise ConfigError(f"the heads' hidden and vocabulary sizes {sizes} aren't the target's; train heads for it")
         self.choices = _choices(config, tree, max_nodes)
-        self._parents = [-1, *(1 + self.choices.index(c[:-1]) if len(c) > 1 else 0 for c in self.choices)]
+        self.parents = [-1, *(1 + self.choices.index(c[:-1]) if len(c) > 1 else 0 for c in self.choices)]
         self._seen: dict[int, _Seen] = {}
 
     def propose(self, queries: Sequence[DraftQuery], guess: Guess) -> TokenTree:
@@ -64,7 +64,7 @@ class StaticTree:
             [query.tokens[-1], *(next(drafts)[: size - 1] if size > 1 else ())]
             for query, size in zip(queries, sizes, strict=True)
         ]
-        return TokenTree.build(tokens, [self._parents[:size] for size in sizes])
+        return TokenTree.build(tokens, [self.parents[:size] for size in sizes])
 
     def observe(self, observation: Observation) -> None:
         """Keep the hidden state of each request's last committed token."""
@@ -84,6 +84,15 @@ class StaticTree:
         """Drop the hidden states of these requests."""
         for request_id in request_ids:
             self._seen.pop(request_id, None)
+
+    def hidden_of(self, request_ids: Sequence[int]) -> list[Tensor | None]:
+        """Return the hidden state [H] of each request's last committed token, where it was observed."""
+        return [self._seen[request_id].hidden if request_id in self._seen else None for request_id in request_ids]
+
+    def keep_hidden(self, request_ids: Sequence[int], hidden: Tensor) -> None:
+        """Take the hidden states [R, H] of requests whose steps reach the root, observed by others."""
+        for request_id, row in zip(request_ids, hidden.unbind(), strict=True):
+            self._seen[request_id] = _Seen(row, queried=True)
 
     def _num_nodes(self, query: DraftQuery) -> int:
         """Nodes to propose. The last hidden state observed is that of the token before the root if it came from a step

@@ -38,14 +38,20 @@ def choose(
         ValueError: the sizes don't fit each other.
     """
     check_sizes(logits, temperature, seeds, positions, num_real_tokens, rows_per_sequence)
-    scores = logits[:, :num_real_tokens].float()
-    temperature = temperature.repeat_interleave(rows_per_sequence, output_size=len(logits)).unsqueeze(1)  # [R, 1]
-    noise = gumbel_noise(
-        seeds.repeat_interleave(rows_per_sequence, output_size=len(logits)), positions, num_real_tokens
-    )
-    sampled = scores / temperature.clamp(min=MIN_TEMPERATURE) + noise
-    best, tokens = sampled.where(temperature > 0, scores).max(-1)
+    scores = scores_of(logits[:, :num_real_tokens], temperature, seeds, positions, rows_per_sequence)
+    best, tokens = scores.max(-1)
     return tokens.masked_fill(~(best > -torch.inf), -1)
+
+
+def scores_of(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, rows_per_sequence: int = 1
+) -> Tensor:
+    """Return what `choose` takes the maximum of, [R, V] float32; its arguments are those of `choose`."""
+    scores = logits.float()
+    temperature = temperature.repeat_interleave(rows_per_sequence, output_size=len(logits)).unsqueeze(1)  # [R, 1]
+    seeds = seeds.repeat_interleave(rows_per_sequence, output_size=len(logits))
+    sampled = scores / temperature.clamp(min=MIN_TEMPERATURE) + gumbel_noise(seeds, positions, logits.shape[1])
+    return sampled.where(temperature > 0, scores)
 
 
 def check_sizes(

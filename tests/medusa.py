@@ -1,6 +1,6 @@
 """Medusa drafters whose answers are known: over a model that walks through a permutation, and random ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -52,9 +52,9 @@ def successor(token: int) -> int:
     return (token * 5 + 7) % SIZE
 
 
-def walking_model() -> LlamaForCausalLM:
+def walking_model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
     """A Llama that always follows `successor`: one-hot embeddings, blocks that add nothing, a permuting head."""
-    model = tiny_llama(vocab_size=SIZE, hidden_size=SIZE, num_hidden_layers=1)
+    model = tiny_llama(vocab_size=SIZE, hidden_size=SIZE, num_hidden_layers=1, dtype=dtype)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(SIZE))
         model.model.layers[0].self_attn.o_proj.weight.zero_()
@@ -63,7 +63,9 @@ def walking_model() -> LlamaForCausalLM:
     return model
 
 
-def walking_medusa(model: LlamaForCausalLM, knows: Callable[[int], bool]) -> MedusaDrafter:
+def walking_medusa(
+    model: LlamaForCausalLM, knows: Callable[[int], bool], tree: Sequence[tuple[int, ...]] = ((0,), (0, 0), (0, 0, 0))
+) -> MedusaDrafter:
     """Heads that are right after the tokens that they know and say the token itself after the others."""
     target = target_of(model)
     config = HeadsConfig(num_heads=3, num_layers=1, hidden_size=SIZE, vocab_size=SIZE, projection="own")
@@ -73,7 +75,7 @@ def walking_medusa(model: LlamaForCausalLM, knows: Callable[[int], bool]) -> Med
     for block in heads.blocks:
         for parameter in block.parameters():
             torch.nn.init.zeros_(parameter)
-    return MedusaDrafter(heads, target, [(0,), (0, 0), (0, 0, 0)])
+    return MedusaDrafter(heads, target, tree)
 
 
 def _walk(steps: int, knows: Callable[[int], bool]) -> torch.Tensor:

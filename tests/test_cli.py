@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from specdec import LLM, SamplingParams, __version__
 from specdec.cli.demo_prompts import PROMPTS
 from specdec.cli.main import main
-from specdec.engine.graphs import eager_parameters
+from specdec.engine.capturable import eager_parameters
 from specdec.errors import DownloadError, OutOfBlocks
 from specdec.kernels.ops import triton_ops
 from specdec.models.decoder import Decoder
@@ -103,8 +103,8 @@ def test_info_says_what_would_be_captured(invoke: Invoke, monkeypatch: pytest.Mo
     assert facts["device"] == "cuda (H100)" and facts["steps"].startswith("captured")
     assert facts["kernels"] == "triton: a token's bits don't depend on its batch"
     assert all(name in facts["eager"] for name in eager_parameters()) and "rule typical" in facts["eager"]
-    assert "drafters none, ngram; rule coupled" in facts["captured"] and "llama" in facts["captured"]
-    assert "drafters medusa, draft_model, early_exit, ngram+…;" in facts["eager"]
+    assert "drafters none, ngram, medusa; rule coupled" in facts["captured"] and "llama" in facts["captured"]
+    assert "drafters draft_model, early_exit, ngram+…;" in facts["eager"]
     facts = json.loads(invoke("info", "--json", "--no-deterministic").stdout)
     assert facts["kernels"].startswith("triton, not deterministic: ") and "--no-deterministic" in facts["cost table"]
     facts = json.loads(invoke("info", "--json", "--dtype", "float64").stdout)

@@ -7,11 +7,12 @@ from collections.abc import Collection, Sequence
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from specdec.drafters.medusa import MedusaDrafter
+from specdec.drafters.hybrid import HybridDrafter
 from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.none import NoDrafter
-from specdec.drafters.protocol import DraftQuery, Observation
+from specdec.drafters.protocol import DeviceQuery, DraftQuery, Observation
 from specdec.engine.engine import Engine
 from specdec.engine.graphs import Outcome
 from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
@@ -26,12 +27,13 @@ from specdec.verifier.tree import TokenTree
 from tests.conftest import tiny_llama
 from tests.engines import drain, make_engine, outputs, run
 from tests.kernels import DEVICE, ON_GPU
-from tests.medusa import random_medusa
+from tests.medusa import random_medusa, walking_medusa, walking_model
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [3], [11, 12, 13] * 5]
 GREEDY = [SamplingParams(max_new_tokens=6)] * 3
 SIZE: dict[str, object] = {"dtype": torch.float32, "num_hidden_layers": 1, "num_key_value_heads": 1}
+BUSH = [(1,), (0,), (0, 1), (0, 0), (0, 0, 0)]  # the best path is nodes 2, 4, 5: what is accepted has to move
 
 
 class BushDrafter:
@@ -50,10 +52,8 @@ class BushDrafter:
     def max_device_nodes(self) -> int:
         return 4
 
-    def draft_on_device(
-        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        root = history.gather(1, (lengths - 1).clamp(min=0)[:, None]).long()  # [S, 1]
+    def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        root, lengths = query.roots(), query.lengths
         tokens = torch.cat([root, (root + 1) % 97, self._next[root], self._next[self._next[root]]], 1)[:, :num_nodes]
         parents = self._parents[:, :num_nodes].expand(len(tokens), -1)
         count = torch.full_like(lengths, num_nodes, dtype=torch.int32)
@@ -67,8 +67,8 @@ class BushDrafter:
     def forget(self, request_ids: Collection[int]) -> None: ...
 
 
-def graph_engine(drafter: object = None, **config: int) -> Engine:
-    model = tiny_llama(**SIZE).to(DEVICE)
+def graph_engine(drafter: object = None, model: PreTrainedModel | None = None, **config: int) -> Engine:
+    model = model or tiny_llama(**SIZE).to(DEVICE)
     engine = make_engine(Decoder(model, triton_ops()), drafter or NoDrafter(), **config)  # type: ignore[arg-type]
     assert engine.graphs is not None
     return engine
@@ -94,6 +94,49 @@ def test_tokens_are_those_of_eager_steps(name: str) -> None:
     assert [r.finish_reason for r in requests] == ["length"] * 3
     if name == "bush":
         assert max(r.stats.mean_acceptance_length for r in requests) > 1.2, "no draft was right: nothing was tested"
+
+
+def test_random_heads_change_no_token() -> None:
+    params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, seed=3, temperature=1.1)]
+    model = tiny_llama(**SIZE).to(DEVICE)
+    engine = graph_engine(random_medusa(model), model)
+    requests = run(engine, PROMPTS[:2], params)
+    assert outputs(requests) == outputs(run(make_engine(tiny_llama(**SIZE)), PROMPTS[:2], params))
+    assert engine.graphs is not None
+    assert {bucket.num_nodes for bucket in engine.graphs._captured} == {6}, "a step doesn't hold the whole tree"
+
+
+@pytest.mark.parametrize("tree", [BUSH, [(0,), (0, 0), (0, 0, 0)]], ids=["bush", "chain"])
+def test_right_heads_are_believed(tree: list[tuple[int, ...]]) -> None:
+    """At temperature 3 the noise decides: heads that were ranked by another position's would be wrong."""
+    params = [SamplingParams(max_new_tokens=9), SamplingParams(max_new_tokens=12, seed=4, temperature=3.0)]
+    model = walking_model(torch.float32)
+    want = outputs(run(make_engine(model), PROMPTS[:2], params))
+    model.to(DEVICE)
+    medusa = walking_medusa(model, lambda token: True, tree)
+    engine = graph_engine(medusa, model)
+    requests = run(engine, PROMPTS[:2], params)
+    assert outputs(requests) == want and medusa.chains_only == (tree is not BUSH)
+    taus = [r.stats.mean_acceptance_length for r in requests]
+    assert taus[0] == 3 and taus[1] > 2, taus
+    assert requests[0].stats.acceptance_by_depth == [1, 1, 1], "a path that ended at a leaf counts as refused"
+
+
+def test_heads_go_on_where_captured_and_eager_steps_meet() -> None:
+    model = walking_model(torch.float32)
+    params = [SamplingParams(max_new_tokens=n) for n in (14, 6)]
+    want = outputs(run(make_engine(model), PROMPTS[:2], params))
+    engine = graph_engine(walking_medusa(model.to(DEVICE), lambda token: True, BUSH), model)
+    requests = [engine.add(PROMPTS[0], params[0])]
+    for _ in range(3):
+        engine.step()
+    requests.append(engine.add(PROMPTS[1], params[1]))
+    drain(engine)
+    assert outputs(requests) == want
+    assert engine.graphs is not None and len(engine.graphs._captured) > 1
+    for request in requests:  # without drafts: the first step, which had no hidden state, and one that needs none
+        assert request.stats.num_forwards - request.stats.num_drafts <= 2
+        assert request.stats.accepted_by_depth == request.stats.tried_by_depth
 
 
 def test_a_stop_costs_one_step_and_blocks_return() -> None:
@@ -181,12 +224,14 @@ def test_what_cannot_be_captured_runs_eagerly() -> None:
 def test_why_not() -> None:
     model = tiny_llama(**SIZE).to(DEVICE)
     assert "torch ops" in str(make_engine(tiny_llama()).why_no_graphs)
-    assert "drafts on the host" in str(make_engine(Decoder(model, triton_ops()), random_medusa(model)).why_no_graphs)
+    medusa = random_medusa(model)
+    assert make_engine(Decoder(model, triton_ops()), medusa).why_no_graphs is None
+    hybrid = make_engine(Decoder(model, triton_ops()), HybridDrafter(NGramDrafter(), medusa))
+    assert hybrid.why_no_graphs == "drafter 'ngram+medusa' drafts on the host"
     typical = make_engine(Decoder(model, triton_ops()), rule=TypicalRule())
     assert "rule 'typical'" in str(typical.why_no_graphs) and typical.graphs is None
     off = make_engine(Decoder(model, triton_ops()), cuda_graphs=False)
     assert off.why_no_graphs == "cuda_graphs is off"
-    assert MedusaDrafter.reads_hidden
 
 
 def test_a_model_that_fails_is_named() -> None:
@@ -208,7 +253,7 @@ def test_what_others_emitted_is_delivered_before_a_failure_is_raised() -> None:
         engine.step()
     lengths = [r.num_output for r in requests]
     with pytest.raises(SpecdecError, match=f"request {requests[0].id} hold NaN"):
-        engine._emit_captured([Outcome(requests[0], [-1], 1, 1), Outcome(requests[1], [5], 1, 1)])
+        engine._emit_captured([Outcome(requests[0], [-1], True, 1, 1), Outcome(requests[1], [5], True, 1, 1)])
     assert [r.num_output for r in requests] == [lengths[0], lengths[1] + 1]
 
 

@@ -21,6 +21,33 @@ def _noise(seed, position, first_token, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def scores_of(
+    logits_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    row,
+    first_token,
+    row_stride,
+    num_tokens,
+    rows_per_sequence,
+    MIN_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """[BLOCK] float32: what a row's choice falls on, from `first_token` on; -inf behind the last token."""
+    token = first_token + tl.arange(0, BLOCK)
+    scores = tl.load(logits_ptr + row * row_stride + token, mask=token < num_tokens, other=float("-inf"))
+    scores = scores.to(tl.float32)
+    temperature = tl.load(temperature_ptr + row // rows_per_sequence)
+    if temperature > 0:
+        seed, position = tl.load(seeds_ptr + row // rows_per_sequence), tl.load(positions_ptr + row)
+        # `/` is not correctly rounded on float32, and a last bit can turn a decision.
+        scores = tl.div_rn(scores, tl.maximum(temperature, MIN_TEMPERATURE))
+        scores += _noise(seed, position, first_token, BLOCK)
+    return scores
+
+
+@triton.jit
 def _best(scores):
     """The maximum, its lowest index, and whether there was NaN, which a maximum may or may not see."""
     nan = scores != scores
@@ -45,14 +72,19 @@ def _block_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     first_token = tl.program_id(1) * BLOCK
-    token = first_token + tl.arange(0, BLOCK)
-    real = token < num_real_tokens
-    scores = tl.load(logits_ptr + row * row_stride + token, mask=real, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(temperature_ptr + row // rows_per_sequence)
-    if temperature > 0:
-        noise = _noise(tl.load(seeds_ptr + row // rows_per_sequence), tl.load(positions_ptr + row), first_token, BLOCK)
-        # `/` is not correctly rounded on float32, and a last bit can turn a decision.
-        scores = tl.div_rn(scores, tl.maximum(temperature, MIN_TEMPERATURE)) + noise
+    scores = scores_of(
+        logits_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        positions_ptr,
+        row,
+        first_token,
+        row_stride,
+        num_real_tokens,
+        rows_per_sequence,
+        MIN_TEMPERATURE,
+        BLOCK,
+    )
     best, where, nan = _best(scores)
     out = row * num_blocks + tl.program_id(1)
     tl.store(best_ptr + out, tl.where(nan, float("nan"), best))

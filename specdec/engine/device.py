@@ -3,7 +3,6 @@
 Everything that changes from step to step is read from `DeviceState` when the step runs; the shapes are a `Bucket`'s.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from specdec.cache.pages import KVPages
 from specdec.drafters.protocol import DraftsOnDevice
-from specdec.engine.request import Request
+from specdec.engine.state import DeviceState
 from specdec.kernels.cuts import cut
 from specdec.kernels.gpu.accept import accept
 from specdec.kernels.gpu.advance import advance
@@ -40,77 +39,6 @@ class Bucket:
     cuts: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceState:
-    """What the device knows of S sequences. A sequence of length 0 is inactive.
-
-    Args:
-        history: [S, L] int32, prompt and output.
-        lengths: [S] int64, tokens known, the root included.
-        prompt_lens: [S] int64.
-        seeds: [S] int64.
-        temperature: [S] float32.
-        top_k: [S] int64.
-        top_p: [S] float64, in which probabilities add up.
-        min_p: [S] float64.
-        block_table: [S, M] int32.
-    """
-
-    history: Tensor
-    lengths: Tensor
-    prompt_lens: Tensor
-    seeds: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    block_table: Tensor
-
-    @classmethod
-    def make(cls, num_seqs: int, max_len: int, num_blocks: int, device: torch.device) -> "DeviceState":
-        """Make the state of inactive sequences of up to `max_len` tokens in up to `num_blocks` blocks."""
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            history=zeros(num_seqs, max_len, dtype=torch.int32),
-            lengths=zeros(num_seqs),
-            prompt_lens=zeros(num_seqs),
-            seeds=zeros(num_seqs),
-            temperature=zeros(num_seqs, dtype=torch.float32),
-            top_k=zeros(num_seqs),
-            top_p=zeros(num_seqs, dtype=torch.float64),
-            min_p=zeros(num_seqs, dtype=torch.float64),
-            block_table=zeros(num_seqs, num_blocks, dtype=torch.int32),
-        )
-
-    def load(self, requests: Sequence[Request]) -> None:
-        """Put requests into the first places, and nothing into the others. Block tables are loaded apart."""
-        count, width = len(requests), max(len(r.tokens) for r in requests)
-        tokens = torch.tensor([r.tokens + [0] * (width - len(r.tokens)) for r in requests], dtype=torch.int32)
-        self.history[:count, :width] = tokens.to(self.history.device)
-        self.lengths.zero_()
-        columns = [[len(r.tokens), r.prompt_len, _seed(r), min(r.params.top_k, _INT64_MAX)] for r in requests]
-        _fill((self.lengths, self.prompt_lens, self.seeds, self.top_k), torch.tensor(columns))
-        rates = [[r.params.temperature, r.params.top_p, r.params.min_p] for r in requests]
-        _fill((self.temperature, self.top_p, self.min_p), torch.tensor(rates, dtype=torch.float64))
-
-
-_INT64_MAX = torch.iinfo(torch.int64).max
-
-
-def _fill(fields: Sequence[Tensor], values: Tensor) -> None:
-    """Put each column of values [count, fields] into the first places of its field, in one copy to the device."""
-    for field, column in zip(fields, values.to(fields[0].device).T, strict=True):
-        field[: len(column)] = column
-
-
-def _seed(request: Request) -> int:
-    assert request.params.seed is not None, "the engine gives each request a seed"
-    return request.params.seed
-
-
 class DeviceStep:
     """The step of one bucket. Calling it runs or captures it; `out` holds its result.
 
@@ -135,9 +63,11 @@ class DeviceStep:
         self.bucket = bucket
         self._model, self._pages, self._state, self._drafter = model, pages, state, drafter
         self._num_real_tokens = num_real_tokens
-        shape = (bucket.num_seqs, bucket.num_nodes + 2)
+        self._chains = drafter.chains_only or bucket.num_nodes <= 2
+        shape = (bucket.num_seqs, bucket.num_nodes + 3)
         self.out = torch.empty(shape, dtype=torch.int64, device=model.device)
-        """[B, n + 2]: the emitted tokens, padded with -1; how many they are; how many nodes the tree had."""
+        """[B, n + 3]: the emitted tokens, padded with -1; whether the path ended at a node without children; how many
+        tokens they are; how many nodes the tree had."""
         empty = torch.zeros(bucket.num_seqs * bucket.num_nodes, dtype=torch.int64, device=model.device)
         w = model.weights
         self._work = uniform_work(
@@ -151,7 +81,7 @@ class DeviceStep:
             w.num_kv_heads,
             w.head_dim,
             bucket.max_context,
-            drafter.chains_only,
+            self._chains,
         )
         """What doesn't change from step to step; each step puts in its own lengths, positions and ancestors."""
 
@@ -161,7 +91,7 @@ class DeviceStep:
         b, n = self.bucket.num_seqs, self.bucket.num_nodes
         s = self._state
         lengths, table = s.lengths[:b], s.block_table[:b]
-        tokens, parents, num_nodes = self._drafter.draft_on_device(s.history[:b], lengths, n)
+        tokens, parents, num_nodes = self._drafter.draft_on_device(s.query(b), n)
         positions, slots, ancestors = tree_rows(parents, num_nodes, lengths, table, self._pages.block_size)
         work = replace(
             self._work,
@@ -176,10 +106,20 @@ class DeviceStep:
             logits = cut(logits, s.temperature[:b], s.top_k[:b], s.top_p[:b], s.min_p[:b], real, rows_per_sequence=n)
         choices = choose(logits, s.temperature[:b], s.seeds[:b], at, real, rows_per_sequence=n)
         path, emitted, num_accepted = accept(tokens, parents, num_nodes, choices.view(b, n))
-        if not self._drafter.chains_only:
+        if not self._chains:
             self._pages.commit_slots(*moves(path, num_accepted, lengths, table, self._pages.block_size))
+        s.keep_hidden(hidden.view(b, n, -1), path, num_accepted)
         advance(s.history[:b], lengths, emitted, num_accepted)
-        torch.cat([emitted, num_accepted[:, None].long(), num_nodes[:, None].long()], 1, out=self.out)
+        leaf = num_accepted == num_nodes if self._chains else _ends_at_leaf(parents, num_nodes, path)
+        counts = torch.stack([leaf.to(torch.int32), num_accepted, num_nodes], 1)  # [B, 3]
+        torch.cat([emitted, counts.long()], 1, out=self.out)
+
+
+def _ends_at_leaf(parents: Tensor, num_nodes: Tensor, path: Tensor) -> Tensor:
+    """[B] bool, whether the last node of each path [B, n], padded with -1, has no child in its tree."""
+    inside = torch.arange(parents.shape[1], device=parents.device) < num_nodes.unsqueeze(1)
+    last = path.amax(1, keepdim=True)  # nodes stand behind their parents
+    return ((parents != last) | ~inside).all(1)
 
 
 @dataclass(frozen=True, slots=True)

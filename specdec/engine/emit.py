@@ -62,13 +62,14 @@ def deliver(request: Request, accepted: Accepted, tree: TokenTree, b: int, logit
     request.stats.count(kept, len(accepted.path) - 1, leaf_reached, tree.num_nodes(b) - 1)
 
 
-def deliver_captured(request: Request, tokens: Sequence[int], num_nodes: int, drafter: str) -> None:
+def deliver_captured(request: Request, tokens: Sequence[int], leaf_reached: bool, num_nodes: int, drafter: str) -> None:
     """Append what a captured step emitted to a request, and count it.
 
     Args:
         request: whose.
         tokens: the accepted drafts and the bonus token, which is -1 where the target could choose none.
-        num_nodes: nodes of its chain, root included.
+        leaf_reached: whether the accepted path ended at a node without children.
+        num_nodes: nodes of its tree, root included.
         drafter: name to stand beside drafted tokens.
 
     Raises:
@@ -77,7 +78,7 @@ def deliver_captured(request: Request, tokens: Sequence[int], num_nodes: int, dr
     if tokens[-1] < 0:
         raise SpecdecError(f"the target's logits for request {request.id} hold NaN, or -inf alone")
     kept = append(request, tokens, [drafter] * (len(tokens) - 1))
-    request.stats.count(kept, len(tokens) - 1, len(tokens) == num_nodes, num_nodes - 1)
+    request.stats.count(kept, len(tokens) - 1, leaf_reached, num_nodes - 1)
 
 
 def append(

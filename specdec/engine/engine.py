@@ -12,10 +12,11 @@ from specdec.cache.pages import KVPages
 from specdec.drafters.protocol import Drafter, DraftQuery, DraftsOnDevice, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
+from specdec.engine.capturable import why_no_graph
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.cost import CostTable
 from specdec.engine.emit import check_tree, deliver, deliver_captured
-from specdec.engine.graphs import Outcome, StepGraphs, why_no_graph
+from specdec.engine.graphs import Outcome, StepGraphs
 from specdec.engine.packing import Packed, pack
 from specdec.engine.request import ABORT, Request, Stopping
 from specdec.engine.scheduler import Plan, Scheduler
@@ -188,7 +189,7 @@ class Engine:
         """Deliver what a captured step emitted. What can't be delivered comes last, so that nobody else's is lost."""
         for outcome in sorted(outcomes, key=lambda o: o.tokens[-1] < 0):
             request = outcome.request
-            deliver_captured(request, outcome.tokens, outcome.num_nodes, self.drafter.name)
+            deliver_captured(request, outcome.tokens, outcome.leaf_reached, outcome.num_nodes, self.drafter.name)
             request.num_computed += len(outcome.tokens)
             self.node_budget.observe(request, outcome.max_nodes, padded=True)
             if request.finish_reason is not None:

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from specdec.cache.pages import KVPages
-from specdec.drafters.protocol import Drafter, DraftsOnDevice
+from specdec.drafters.protocol import DraftsOnDevice, KeepsHidden
 from specdec.engine.budget import NODE_COUNTS, NodeBudget
-from specdec.engine.device import Bucket, Captured, DeviceState, DeviceStep, capture
+from specdec.engine.capturable import why_eager
+from specdec.engine.device import Bucket, Captured, DeviceStep, capture
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
+from specdec.engine.state import DeviceState
 from specdec.models.decoder import Decoder
-from specdec.models.protocol import PackedModel
-from specdec.params import SamplingParams
-from specdec.verifier.rules import AcceptanceRule, CoupledRule
 
 CONTEXTS = (1024, 2048, 8192, 32768)
 """Bounds of a bucket's contexts; beyond the last one it is the longest sequence."""
@@ -39,12 +38,14 @@ class Outcome:
     Args:
         request: whose.
         tokens: the emitted tokens: the accepted drafts and the bonus token. -1: nothing could be chosen.
+        leaf_reached: whether the accepted path ended at a node without children.
         num_nodes: nodes of its tree, root included.
         max_nodes: nodes that it could have had.
     """
 
     request: Request
     tokens: list[int]
+    leaf_reached: bool
     num_nodes: int
     max_nodes: int
 
@@ -66,47 +67,6 @@ class _Launched:
     num_nodes: int
     result: Tensor
     done: Callable[[], object]
-
-
-def why_no_graph(model: PackedModel, drafter: Drafter, rule: AcceptanceRule) -> str | None:
-    """Return why the steps of an engine can't be captured, or None if they can."""
-    if not isinstance(model, Decoder):
-        return "the model runs by its own forward"
-    if not model.ops.name.startswith("triton"):
-        return f"the model runs by {model.ops.name} ops, not by Triton kernels"
-    if not isinstance(drafter, DraftsOnDevice):
-        return f"drafter {drafter.name!r} drafts on the host"
-    return None if isinstance(rule, CoupledRule) else f"rule {rule.name!r} runs on the host"
-
-
-def why_eager(request: Request) -> str | None:
-    """Return why a request can't be part of a captured step, or None if it can."""
-    for name in _PROCESSING:
-        if getattr(request.params, name) != getattr(_PLAIN, name):
-            return name
-    return "scores or logits are kept" if request.keep_scores or request.keep_logits else None
-
-
-_PLAIN = SamplingParams()
-_PROCESSING = (
-    "logprobs",
-    "min_new_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "suppress_tokens",
-    "allowed_token_ids",
-    "logits_processors",
-)
-"""Parameters that a captured step has no kernel for."""
-
-
-def eager_parameters() -> tuple[str, ...]:
-    """Return the names of the parameters that `why_eager` looks at."""
-    return _PROCESSING
 
 
 def bucket_of(num_seqs: int, num_nodes: int, longest: int, max_model_len: int, cuts: bool = False) -> Bucket:
@@ -157,10 +117,12 @@ class StepGraphs:
     def __post_init__(self) -> None:
         num_seqs, device = _at_least(self.scheduler.config.max_num_seqs), self.model.device
         num_blocks = -(-(self.max_model_len + 2 * NODE_COUNTS[-1]) // self.pages.block_size)
-        self._state = DeviceState.make(num_seqs, self.max_model_len + NODE_COUNTS[-1], num_blocks, device)
+        max_len = self.max_model_len + NODE_COUNTS[-1]
+        hidden_size = self.model.hidden_size if isinstance(self.drafter, KeepsHidden) else 0
+        self._state = DeviceState.make(num_seqs, max_len, num_blocks, device, hidden_size, self.model.dtype)
         pinned = device.type == "cuda"
         self._tables = [torch.zeros(num_seqs, num_blocks, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)]
-        size = max(MAX_ROWS, num_seqs) * 3  # [B, n + 2] for any bucket
+        size = max(MAX_ROWS, num_seqs) * 4  # [B, n + 3] for any bucket
         self._results = [torch.empty(size, dtype=torch.int64, pin_memory=pinned) for _ in range(_RING)]
 
     @property
@@ -188,6 +150,10 @@ class StepGraphs:
     def _stop(self) -> list[Outcome] | None:
         """Read what is in flight, and forget what the device knows: eager steps will move the requests on."""
         outcomes = [outcome for _ in range(len(self._flying)) for outcome in self._read()]
+        running = [(place, r.id) for place, r in enumerate(self._loaded) if r.finish_reason is None]
+        if running and isinstance(self.drafter, KeepsHidden):
+            places, ids = zip(*running, strict=True)
+            self.drafter.keep_hidden(ids, self._state.hidden[list(places)])  # a copy
         self._loaded = []
         return outcomes or None
 
@@ -213,16 +179,19 @@ class StepGraphs:
         return all(r.id in loaded for r in running) and 4 * len(running) > _at_least(len(self._loaded))
 
     def _num_nodes(self, running: Sequence[Request], places: int) -> int:
-        wanted = min(self.drafter.max_device_nodes(), self.scheduler.config.max_nodes, MAX_ROWS // places)
+        most = self.drafter.max_device_nodes()
+        wanted = min(most, self.scheduler.config.max_nodes, MAX_ROWS // places)
         left = min(r.params.max_new_tokens - r.num_output for r in running)
         if wanted > 1 and left > 1:
             wanted = min(wanted, self.budget.shared_limit(running))
-        return max(n for n in NODE_COUNTS if n <= max(1, wanted))
+        return max(n for n in (*NODE_COUNTS, most) if n <= max(1, wanted))  # few sizes, the whole tree among them
 
     def _load(self) -> None:
         self._loaded = list(self.scheduler.running)
         self._table_sizes = [-1] * len(self._loaded)
         self._state.load(self._loaded)
+        if isinstance(self.drafter, KeepsHidden):
+            self._state.load_hidden(self.drafter.hidden_of([r.id for r in self._loaded]))
 
     def _launch(self, bucket: Bucket) -> None:
         for place, request in enumerate(self._loaded):
@@ -258,8 +227,8 @@ class StepGraphs:
         outcomes = []
         for request, row in zip(launched.requests, launched.result.tolist(), strict=False):
             if request.finish_reason is None:
-                *tokens, num_accepted, num_nodes = row
-                outcomes.append(Outcome(request, tokens[:num_accepted], num_nodes, launched.num_nodes))
+                *tokens, leaf, num_accepted, num_nodes = row
+                outcomes.append(Outcome(request, tokens[:num_accepted], bool(leaf), num_nodes, launched.num_nodes))
         return outcomes
 
     def _capture(self, bucket: Bucket) -> Captured:

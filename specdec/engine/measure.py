@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from specdec.cache.pages import KVPages
-from specdec.drafters.protocol import DraftQuery, Observation
+from specdec.drafters.protocol import DeviceQuery, DraftQuery, Observation
+from specdec.engine.capturable import why_no_graph
 from specdec.engine.config import EngineConfig
-from specdec.engine.device import Bucket, Captured, DeviceState, DeviceStep, capture
+from specdec.engine.device import Bucket, Captured, DeviceStep, capture
 from specdec.engine.engine import Engine
-from specdec.engine.graphs import bucket_of, why_no_graph
+from specdec.engine.graphs import bucket_of
+from specdec.engine.state import DeviceState
 from specdec.errors import ConfigError
 from specdec.models.decoder import Decoder
 from specdec.models.protocol import PackedModel
@@ -232,12 +234,10 @@ class _RandomChains:
     def max_device_nodes(self) -> int:
         return MAX_NODES
 
-    def draft_on_device(
-        self, history: torch.Tensor, lengths: torch.Tensor, num_nodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tokens = history[:, :num_nodes].long().contiguous()  # any tokens will do, the root's too
-        parents = torch.arange(-1, num_nodes - 1, device=history.device).expand_as(tokens).contiguous()
-        return tokens, parents, torch.where(lengths > 0, num_nodes, 0).to(torch.int32)
+    def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens = query.history[:, :num_nodes].long().contiguous()  # any tokens will do, the root's too
+        parents = torch.arange(-1, num_nodes - 1, device=tokens.device).expand_as(tokens).contiguous()
+        return tokens, parents, torch.where(query.lengths > 0, num_nodes, 0).to(torch.int32)
 
     def observe(self, observation: Observation) -> None:
         """Nothing to learn."""

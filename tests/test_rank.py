@@ -1,0 +1,96 @@
+"""The ranking of a drafter's candidates, by torch and by Triton, and the drafts that Medusa makes of it."""
+
+import pytest
+import torch
+
+from specdec.drafters.protocol import DeviceQuery, DraftQuery, Observation
+from specdec.kernels import rank as torch_rank
+from specdec.kernels.gpu import rank as gpu_rank
+from specdec.kernels.gumbel import gumbel_noise
+from specdec.params import SamplingParams
+from tests.conftest import tiny_llama
+from tests.kernels import DEVICE, DTYPES, ON_GPU
+from tests.medusa import random_medusa
+
+pytestmark = pytest.mark.gpu if ON_GPU else []
+RANK = pytest.mark.parametrize("rank", [torch_rank.rank, gpu_rank.rank], ids=["torch", "triton"])
+
+
+def put(values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+@RANK
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "num_ranks"), [(97, 1), (97, 97), (2500, 7)])
+def test_candidates_are_the_best_scores(rank, dtype, vocab, num_ranks):
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)).to(DEVICE, dtype)
+    temperature, seeds, positions = put([0, 0.8, 2.5], torch.float32), put([1, 2, 3]), put([0, 1, 5, 6, 0, 9])
+    scores = logits.float().clone()
+    rates = temperature.repeat_interleave(2)[2:, None]
+    scores[2:] = scores[2:] / rates + gumbel_noise(seeds.repeat_interleave(2), positions, vocab)[2:]
+    got = rank(logits, temperature, seeds, positions, num_ranks, 2)
+    want = scores.sort(descending=True, stable=True)
+    assert torch.equal(scores.gather(1, got), want.values[:, :num_ranks])
+    assert torch.equal(got[:2], want.indices[:2, :num_ranks]), "of tied tokens the lowest id comes first"
+
+
+@RANK
+def test_rows_without_enough_scores_still_name_tokens(rank):
+    logits = torch.full((3, 1100), -torch.inf, device=DEVICE)
+    logits[0] = torch.nan
+    logits[1, 1050] = 0
+    logits[2, 7], logits[2, 3] = 1, torch.nan
+    got = rank(logits, put([0, 1, 0], torch.float32), put([1] * 3), put([0] * 3), 4)
+    assert (got >= 0).all() and (got < 1100).all()
+    assert got[1:, 0].tolist() == [1050, 7]
+
+
+@RANK
+def test_sizes_that_do_not_fit_are_refused(rank):
+    arguments = torch.zeros(4, 9), torch.zeros(2), torch.zeros(2), torch.zeros(4)
+    for num_ranks in (0, 10):
+        with pytest.raises(ValueError, match=f"num_ranks must be from 1 to 9, not {num_ranks}"):
+            rank(*arguments, num_ranks, 2)
+    with pytest.raises(ValueError, match="4 rows of logits don't fit"):
+        rank(*arguments, 3)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 4, 6])
+def test_medusa_drafts_the_same_tree_on_the_device(num_nodes):
+    """The third sequence has no hidden state, the fourth is inactive."""
+    model = tiny_llama(dtype=torch.float32, num_hidden_layers=1).to(DEVICE)
+    medusa = random_medusa(model)
+    hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    histories = [[3, 4, 5], [9, 8, 7, 6], [1, 2]]
+    params = [SamplingParams(seed=5), SamplingParams(seed=6, temperature=1.3), SamplingParams(seed=7)]
+    medusa.observe(Observation([0, 1], [2, 3], hidden.repeat_interleave(put([2, 3]), 0)))
+    tree = medusa.propose(
+        [DraftQuery(i, h, 1, num_nodes, p) for i, (h, p) in enumerate(zip(histories, params, strict=True))]
+    )
+    query = DeviceQuery(
+        history=torch.tensor([h + [0] * (8 - len(h)) for h in [*histories, []]], dtype=torch.int32, device=DEVICE),
+        lengths=put([3, 4, 2, 0]),
+        prompt_lens=put([2, 3, 1, 0]),
+        seeds=put([5, 6, 7, 0]),
+        temperature=put([0, 1.3, 0, 0], torch.float32),
+        hidden=torch.cat([hidden, torch.full_like(hidden, torch.nan)]),
+        has_hidden=put([1, 1, 0, 0], torch.bool),
+    )
+    tokens, parents, count = medusa.draft_on_device(query, num_nodes)
+    assert count.tolist() == [num_nodes, num_nodes, 1, 0] and count.dtype == torch.int32
+    for b in range(3):
+        assert tokens[b, : count[b]].tolist() == tree.tokens_of(b)
+        assert parents[b, : count[b]].tolist() == tree.parents_of(b)
+    assert ((tokens >= 0) & (tokens < 97)).all()
+
+
+def test_medusa_hands_hidden_states_over_and_takes_them_back():
+    medusa = random_medusa(tiny_llama())
+    row = torch.ones(1, 32, dtype=torch.float64)
+    medusa.keep_hidden([4], row)
+    kept, unknown = medusa.hidden_of([4, 5])
+    assert kept is not None and torch.equal(kept, row[0]) and unknown is None
+    assert len(medusa.propose([DraftQuery(4, [1] * 9, 2, 6, SamplingParams(seed=0))]).tokens) == 6
+    medusa.forget([4])
+    assert medusa.hidden_of([4]) == [None]
