@@ -22,6 +22,9 @@ from specdec.verifier.tree import MAX_NODES, TokenTree
 
 __all__ = ["MedusaDrafter", "best_first_choices", "load_medusa"]
 
+DEFAULT_NODES = 16
+"""Nodes of the default tree, root included: for heads that nobody measured."""
+
 
 @dataclass(slots=True)
 class _Seen:
@@ -44,7 +47,8 @@ class MedusaDrafter:
         target: the model that they read.
         tree: choices as in Medusa's `medusa_choices`, best first: a small budget takes the first ones. None takes the
             tree stored with the heads, else a default one.
-        max_nodes: most nodes of a tree, root included; 1 to 64.
+        max_nodes: most nodes of a tree, root included; 1 to 64. None takes a given or stored tree whole, and 16 nodes
+            of the default one.
 
     Raises:
         ConfigError: the tree is malformed, deeper than there are heads or wider than the vocabulary, max_nodes is out
@@ -59,9 +63,9 @@ class MedusaDrafter:
         heads: MedusaHeads,
         target: DraftTarget,
         tree: Sequence[Sequence[int]] | None = None,
-        max_nodes: int = 16,
+        max_nodes: int | None = None,
     ) -> None:
-        if isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or not 1 <= max_nodes <= MAX_NODES:
+        if max_nodes is not None and (type(max_nodes) is not int or not 1 <= max_nodes <= MAX_NODES):
             raise ConfigError(f"max_nodes must be a whole number from 1 to {MAX_NODES}, not {max_nodes!r}")
         sizes = heads.config.hidden_size, heads.config.vocab_size
         if sizes != (target.hidden_size, target.vocab_size):
@@ -151,7 +155,7 @@ def load_medusa(
     path: str | Path,
     *,
     tree: Sequence[Sequence[int]] | None = None,
-    max_nodes: int = 16,
+    max_nodes: int | None = None,
     allow_pickle: bool = False,
     check_base: bool = True,
 ) -> MedusaDrafter:
@@ -165,14 +169,15 @@ def load_medusa(
     return MedusaDrafter(heads, target, tree, max_nodes)
 
 
-def _choices(heads: MedusaHeads, tree: Sequence[Sequence[int]] | None, max_nodes: int) -> tuple[Choice, ...]:
+def _choices(heads: MedusaHeads, tree: Sequence[Sequence[int]] | None, max_nodes: int | None) -> tuple[Choice, ...]:
     """The tree to use, cut to `max_nodes`; a default one never ranks more tokens than there are."""
     num_heads, vocab_size = heads.config.num_heads, heads.config.vocab_size
     tree = heads.config.tree if tree is None else tree
     if tree is None:
-        return tuple(best_first_choices([head[:vocab_size] for head in default_accuracies(num_heads)], max_nodes))
+        table = [head[:vocab_size] for head in default_accuracies(num_heads)]
+        return tuple(best_first_choices(table, max_nodes or DEFAULT_NODES))
     choices = as_choices(tree, num_heads)
     widest = 1 + max(choice[-1] for choice in choices)
     if widest > vocab_size:
         raise ConfigError(f"the tree asks for {widest} candidates of {vocab_size} tokens; narrow it")
-    return choices[: max_nodes - 1]
+    return choices[: (max_nodes or MAX_NODES) - 1]
