@@ -13,7 +13,6 @@ from specdec.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specdec.drafters.medusa_heads import MedusaHeads
     from specdec.drafters.protocol import DraftTarget
     from specdec.engine.cost import CostTable
     from specdec.hub.load import Loaded
@@ -36,7 +35,7 @@ class _Loaded:
 
     base: "Loaded"
     target: "DraftTarget"
-    heads: "MedusaHeads"
+    heads: Any  # a module of any kind of heads
     table: "CostTable | None"
     deterministic: bool
 
