@@ -64,7 +64,7 @@ def trees_from_accuracies(accuracies: Sequence[Sequence[float]], num_nodes: int)
 
 
 def read_accuracies(path: Path) -> list[list[float]]:
-    """Read rank accuracies: a JSON list of heads, each a list of chances by rank, or what `specdec tree --json` printed.
+    """Read rank accuracies: a JSON list of heads, each chances by rank, or what `specdec tree --json` printed.
 
     Raises:
         ConfigError: the file can't be read or holds something else.
