@@ -3,7 +3,8 @@ head 0's first. Knows no tokens and no models.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 
 from specdec.errors import ConfigError
 from specdec.verifier.tree import MAX_NODES
@@ -65,6 +66,39 @@ def best_first_choices(accuracies: Sequence[Sequence[float]], num_nodes: int) ->
         push((*places[:-1], places[-1] + 1), choice[:-1], above_worth)
         push((*places, 0), choice, -worth)
     return chosen
+
+
+def most_accepted_choices(
+    counts: Mapping[Choice, int], accuracies: Sequence[Sequence[float]], num_nodes: int
+) -> list[Choice]:
+    """Return the tree of that size that is accepted deepest on counted positions, best node first.
+
+    At one position the true tokens take one path, so the accepted depth of a tree is the number of its nodes on that
+    path: a node is worth the number of positions whose path leads through it, whatever else is in the tree. No node is
+    worth more than its parent. So the nodes with the largest counts are the best tree of their size, and heads that are
+    right at the same positions, which products of accuracies take for independent, are counted as they are.
+
+    Nodes with the same count, such as those that no position led through, go by the product of accuracies.
+
+    Args:
+        counts: positions whose true tokens have these ranks under the first heads, as `specdec.training.accuracies`
+            counts them; every choice's parent is there too.
+        accuracies: [K][ranks] of the same positions, as for `best_first_choices`.
+        num_nodes: nodes of the tree, root included; 1 to 64.
+
+    Returns:
+        The choices, at most `num_nodes` - 1; parents precede children.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+    known = set(counts).union(best_first_choices(accuracies, num_nodes))
+
+    def order(choice: Choice) -> tuple[float, float, int, Choice]:
+        likely = prod(accuracies[head][rank] for head, rank in enumerate(choice))
+        return -counts.get(choice, 0), -likely, len(choice), choice
+
+    return sorted(known, key=order)[: num_nodes - 1]
 
 
 def as_choices(tree: Sequence[Sequence[int]], num_heads: int) -> tuple[Choice, ...]:

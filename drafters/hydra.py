@@ -44,7 +44,7 @@ class HydraDrafter:
         heads: HydraHeads,
         target: DraftTarget,
         tree: Sequence[Sequence[int]] | None = None,
-        max_nodes: int = 16,
+        max_nodes: int | None = None,
     ) -> None:
         if target.embed is None:
             raise ConfigError("Hydra heads read the target's input embeddings; give the DraftTarget its embed")
@@ -103,7 +103,7 @@ def load_hydra(
     path: str | Path,
     *,
     tree: Sequence[Sequence[int]] | None = None,
-    max_nodes: int = 16,
+    max_nodes: int | None = None,
     allow_pickle: bool = False,
     check_base: bool = True,
 ) -> HydraDrafter:

@@ -23,7 +23,6 @@ from specdec.verifier.tree import TokenTree, chain_parents
 
 __all__ = ["MedusaDrafter", "best_first_choices", "load_medusa"]
 
-
 class MedusaDrafter:
     """Drafts a static tree whose node (…, r) at depth d holds the candidate of rank r of head d - 1.
 
@@ -49,7 +48,7 @@ class MedusaDrafter:
         heads: MedusaHeads,
         target: DraftTarget,
         tree: Sequence[Sequence[int]] | None = None,
-        max_nodes: int = 16,
+        max_nodes: int | None = None,
     ) -> None:
         self._heads = heads
         self._target = target
@@ -122,7 +121,7 @@ def load_medusa(
     path: str | Path,
     *,
     tree: Sequence[Sequence[int]] | None = None,
-    max_nodes: int = 16,
+    max_nodes: int | None = None,
     allow_pickle: bool = False,
     check_base: bool = True,
 ) -> MedusaDrafter:

@@ -19,6 +19,10 @@ Guess = Callable[[Sequence[DraftQuery], Tensor, Sequence[Choice]], list[list[int
 """R queries, their hidden states [R, H] and the choices to fill → the tokens of the choices for each query."""
 
 
+DEFAULT_NODES = 16
+"""Nodes of the default tree, root included: for heads that nobody measured."""
+
+
 @dataclass(slots=True)
 class _Seen:
     """What was observed of a request."""
@@ -36,7 +40,8 @@ class StaticTree:
         target: the model that they read.
         tree: choices as in Medusa's `medusa_choices`, best first: a small budget takes the first ones. None takes the
             tree stored with the heads, else a default one.
-        max_nodes: most nodes of a tree, root included; 1 to 64.
+        max_nodes: most nodes of a tree, root included; 1 to 64. None takes a given or stored tree whole, and 16 nodes
+            of the default one.
 
     Raises:
         ConfigError: the tree is malformed, deeper than there are heads or wider than the vocabulary, max_nodes is out
@@ -44,9 +49,9 @@ class StaticTree:
     """
 
     def __init__(
-        self, config: HeadsConfig, target: DraftTarget, tree: Sequence[Sequence[int]] | None, max_nodes: int
+        self, config: HeadsConfig, target: DraftTarget, tree: Sequence[Sequence[int]] | None, max_nodes: int | None
     ) -> None:
-        if isinstance(max_nodes, bool) or not isinstance(max_nodes, int) or not 1 <= max_nodes <= MAX_NODES:
+        if max_nodes is not None and (type(max_nodes) is not int or not 1 <= max_nodes <= MAX_NODES):
             raise ConfigError(f"max_nodes must be a whole number from 1 to {MAX_NODES}, not {max_nodes!r}")
         sizes = config.hidden_size, config.vocab_size
         if sizes != (target.hidden_size, target.vocab_size):
@@ -108,14 +113,15 @@ class StaticTree:
         return torch.stack([state for state in states if state is not None])
 
 
-def _choices(config: HeadsConfig, tree: Sequence[Sequence[int]] | None, max_nodes: int) -> tuple[Choice, ...]:
+def _choices(config: HeadsConfig, tree: Sequence[Sequence[int]] | None, max_nodes: int | None) -> tuple[Choice, ...]:
     """The tree to use, cut to `max_nodes`; a default one never ranks more tokens than there are."""
     num_heads, vocab_size = config.num_heads, config.vocab_size
     tree = config.tree if tree is None else tree
     if tree is None:
-        return tuple(best_first_choices([head[:vocab_size] for head in default_accuracies(num_heads)], max_nodes))
+        table = [head[:vocab_size] for head in default_accuracies(num_heads)]
+        return tuple(best_first_choices(table, max_nodes or DEFAULT_NODES))
     choices = as_choices(tree, num_heads)
     widest = 1 + max(choice[-1] for choice in choices)
     if widest > vocab_size:
         raise ConfigError(f"the tree asks for {widest} candidates of {vocab_size} tokens; narrow it")
-    return choices[: max_nodes - 1]
+    return choices[: (max_nodes or MAX_NODES) - 1]

@@ -114,6 +114,10 @@ def test_tree_of_the_heads_and_default_tree() -> None:
     heads.config = replace(heads.config, tree=((0,), (1,)))
     assert MedusaDrafter(heads, base).choices == ((0,), (1,))
     assert MedusaDrafter(heads, base, [[2]]).choices == ((2,),)
+    whole = [(rank,) for rank in range(V)] + [(0, rank) for rank in range(V)]
+    heads.config = replace(heads.config, tree=tuple(whole))
+    assert len(MedusaDrafter(heads, base).choices) == 2 * V, "a stored tree isn't cut"
+    assert len(MedusaDrafter(heads, base, max_nodes=5).choices) == 4
 
 
 def test_drafter_options_are_checked() -> None:

@@ -1,1 +1,1 @@
-"""Beside layer 5: where the trainer of draft heads will stand. Empty so far."""
+"""Beside layer 5: what draft heads are measured by, and where their trainer will stand."""

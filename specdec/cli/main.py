@@ -9,6 +9,7 @@ from specdec.cli.export import export
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.pull import pull
+from specdec.cli.tree import tree
 from specdec.cli.tune import tune
 from specdec.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound, SpecdecError, UnsupportedModel
 
@@ -35,5 +36,5 @@ def main() -> None:
     """Generate several tokens per forward pass without changing what the model says."""
 
 
-for _command in (generate, chat, pull, info, tune, export, demo):
+for _command in (generate, chat, pull, info, tune, tree, export, demo):
     main.add_command(_command)

@@ -1,0 +1,79 @@
+"""Compares the τ that is predicted for a tree with the one that the engine measures."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import ConfigError
+from specdec.outputs import Completion
+from specdec.training.accuracies import expected_tau, joint_ranks, replayed_tau
+from specdec.training.data import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Ask = Callable[[list[list[int]]], Sequence[Completion]]
+
+
+@dataclass(frozen=True, slots=True)
+class TauCheck:
+    """Predictions for answers beside what the engine needed for them.
+
+    Args:
+        expected: the mean over all positions of the answers, as `expected_tau` gives it.
+        predicted: that of the positions where decoding stops, as `replayed_tau` gives it.
+        measured: tokens a forward of the engine.
+        num_tokens: tokens of all answers.
+    """
+
+    expected: float
+    predicted: float
+    measured: float
+    num_tokens: int
+
+    @property
+    def difference(self) -> float:
+        """By what share of the measured τ the prediction is too high."""
+        return self.predicted / self.measured - 1
+
+
+def prompts_of(examples: Iterable[Example], limit: int) -> list[list[int]]:
+    """Return the tokens before each example's first answer, as prompts; at most `limit`, and none that is empty.
+
+    Raises:
+        ConfigError: no example has tokens before an answer.
+    """
+    firsts = ((e, e.answer.index(True)) for e in examples if True in e.answer)
+    prompts = [list(example.input_ids[:first]) for example, first in firsts if first]
+    if not prompts:
+        raise ConfigError("no held-out text has a prompt before its answer; give conversations, not plain text")
+    return prompts[:limit]
+
+
+def check_tau(
+    ask: Ask,
+    model: "PreTrainedModel",
+    heads: Any,
+    tree: Sequence[Sequence[int]],
+    prompts: list[list[int]],
+) -> TauCheck:
+    """Let the engine answer prompts, and predict τ for those very answers.
+
+    Args:
+        ask: answers prompts greedily with this tree and these heads, its budget of nodes unlimited.
+        model, heads: as for `joint_ranks`.
+        tree: the choices.
+        prompts: token ids.
+
+    Raises:
+        ConfigError: the answers are too short to predict anything.
+    """
+    completions = ask(prompts)
+    examples = [
+        Example((*c.prompt_token_ids, *c.token_ids), (False,) * len(c.prompt_token_ids) + (True,) * len(c.token_ids))
+        for c in completions
+    ]
+    joint = joint_ranks(model, heads, examples, 1 + max(choice[-1] for choice in tree))
+    num_tokens = sum(c.stats.num_output_tokens for c in completions)
+    measured = num_tokens / sum(c.stats.num_forwards for c in completions)
+    return TauCheck(expected_tau(joint.ranks, tree), replayed_tau(joint, tree), measured, num_tokens)
