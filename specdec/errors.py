@@ -8,6 +8,7 @@ Every message names the offending value and what to do about it. `SpecdecError` 
     ├── ModelNotFound                            the model is neither a path, a known name nor on the hub
     ├── UnsupportedModel                         the architecture can't be run, and why
     ├── CheckpointError                          a weights file is missing, broken, or for another model
+    ├── DataError             (also ValueError)  training data can't be read, used or stored
     ├── DownloadError                            fetching a model failed; nothing was kept
     └── OutOfBlocks                              the KV cache is too small for this request
 """
@@ -35,6 +36,10 @@ class UnsupportedModel(SpecdecError):  # noqa: N818
 
 class CheckpointError(SpecdecError):
     """A weights or config file is missing, broken, or belongs to another model."""
+
+
+class DataError(SpecdecError, ValueError):
+    """Training data can't be read, used or stored; the message names the file and the line."""
 
 
 class DownloadError(SpecdecError):

@@ -1,77 +1,143 @@
-"""What heads are trained and measured on: token ids, and which of them are answers."""
+"""Training examples: token ids, and which of them are answers. Reads conversations and plain text."""
 
-import json
-from collections.abc import Iterator
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from specdec.errors import ConfigError
+from transformers import PreTrainedTokenizerBase
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from specdec.errors import ConfigError, DataError
+from specdec.training.chat import check_messages, encode_answers
+from specdec.training.jsonl import decode, read_bytes, read_objects
+
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One text.
+    """One text to train on.
 
     Args:
-        input_ids: its tokens.
-        answer: for each token, whether it belongs to an answer, and so is a label.
+        input_ids: the token ids [T].
+        answer: for each whether the assistant wrote it: then it is a label [T].
     """
 
     input_ids: tuple[int, ...]
     answer: tuple[bool, ...]
 
+    def __post_init__(self) -> None:
+        if len(self.input_ids) != len(self.answer):
+            raise ValueError(f"{len(self.input_ids)} token ids have {len(self.answer)} answer marks; give one for each")
 
-def read_examples(path: Path, tokenizer: "PreTrainedTokenizerBase", max_len: int) -> list[Example]:
-    """Read texts: a `.jsonl` file of conversations (`{"messages": [...]}` a line), or plain text, all of it answer.
+
+def warn(message: str) -> None:
+    """Report what was left out, where nobody says how else."""
+    warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def read_examples(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, max_len: int, report: Report = warn
+) -> list[Example]:
+    """Read a file of conversations or plain text.
 
     Args:
-        path: the file.
-        tokenizer: a fast one; its chat template renders conversations.
-        max_len: tokens; longer conversations are cut, plain text is cut into pieces.
+        path: a `.txt` file of documents with blank lines between them, all of whose tokens are labels; any other
+            name is read as JSONL with {"messages": [{"role", "content"}, …]} on each line, where answers are labels.
+        tokenizer: the base model's.
+        max_len: longer examples are cut here, in tokens.
+        report: is told how many examples were cut, and how many were dropped because no label was left.
+
+    Returns:
+        The examples in the file's order; nothing follows the last label.
 
     Raises:
-        ConfigError: the file can't be read or holds nothing, or a line is no conversation; the message names it.
+        DataError: a line can't be used (the message names it), or the file holds no label at all.
+        ConfigError: `max_len` is too small for anything.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can't be read: {error}") from error
-    if path.suffix == ".jsonl":
-        lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
-        examples = [_conversation(line, f"{path}, line {i}", tokenizer, max_len) for i, line in lines]
-    else:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        pieces = [tuple(ids[i : i + max_len]) for i in range(0, len(ids), max_len)]
-        examples = [Example(piece, (True,) * len(piece)) for piece in pieces]
+    path = Path(path)
+    if max_len < 2:
+        raise ConfigError(f"max_len is {max_len}; an example needs 2 tokens at least")
+    read = _read_text if path.suffix.lower() == ".txt" else _read_chats
+    texts = list(read(path, tokenizer))
+    made = [make_example(ids, mask, max_len) for ids, mask in texts]
+    examples = [example for example in made if example is not None]
+    num_cut = sum(len(ids) > max_len for ids, _ in texts)
+    if num_cut:
+        report(f"{path}: {num_cut} of {len(texts)} examples were cut at {max_len} tokens")
+    if len(examples) < len(texts):
+        dropped = len(texts) - len(examples)
+        report(f"{path}: {dropped} of {len(texts)} examples were dropped: no label in {max_len} tokens")
     if not examples:
-        raise ConfigError(f"{path} holds no text")
+        raise DataError(f"{path}: holds no example with a label; give conversations with answers, or a longer max_len")
     return examples
 
 
-def _conversation(line: str, where: str, tokenizer: "PreTrainedTokenizerBase", max_len: int) -> Example:
-    try:
-        messages = json.loads(line)["messages"]
-        spans = list(_answer_spans(messages, tokenizer))
-        text = _render(messages, tokenizer)
-    except Exception as error:  # a template is a program: whatever it raises, the messages don't fit it
-        raise ConfigError(f"{where}: is no conversation that the chat template takes ({error!r})") from error
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    answer = [any(start <= a < end for start, end in spans) for a, _ in encoded["offset_mapping"]]
-    return Example(tuple(encoded["input_ids"][:max_len]), tuple(answer[:max_len]))
+def make_example(ids: Sequence[int], mask: Sequence[bool], max_len: int) -> Example | None:
+    """Cut a marked text; None where no label is left. What follows the last label teaches nothing and is cut as well.
+
+    Args:
+        ids: token ids [T].
+        mask: whether each is a label [T].
+        max_len: how many tokens to keep at most.
+    """
+    labels = [i for i, label in enumerate(mask[:max_len]) if label]
+    if not labels:
+        return None
+    return Example(tuple(ids[: labels[-1] + 1]), tuple(mask[: labels[-1] + 1]))
 
 
-def _answer_spans(messages: list[Any], tokenizer: "PreTrainedTokenizerBase") -> Iterator[tuple[int, int]]:
-    """Characters of each assistant turn, the template's end of turn included."""
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _render(messages[:i], tokenizer, add_generation_prompt=True)
-            yield len(before), len(_render(messages[: i + 1], tokenizer))
+def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], list[Example]]:
+    """Set prompts apart that are never trained on, by a hash of what they say.
+
+    All examples of one prompt (the tokens before the first label; the whole text, where it begins with one) go to the
+    same side, so duplicates of a held-out prompt are held out too, whatever their answers. The order of the file
+    doesn't matter.
+
+    Args:
+        examples: all of them.
+        held_out: how many different prompts to hold out.
+
+    Returns:
+        The examples to train on and the held-out ones, each in their order.
+
+    Raises:
+        ConfigError: nothing would be left to train on, or `held_out` is negative.
+    """
+    keys = [_prompt_hash(example) for example in examples]
+    prompts = sorted(set(keys))
+    if not 0 <= held_out < len(prompts):
+        raise ConfigError(
+            f"held_out is {held_out}, but there are {len(prompts)} different prompts; leave at least one to train on"
+        )
+    chosen = set(prompts[:held_out])
+    sides: tuple[list[Example], list[Example]] = ([], [])
+    for key, example in zip(keys, examples, strict=True):
+        sides[key in chosen].append(example)
+    return sides
 
 
-def _render(messages: list[Any], tokenizer: "PreTrainedTokenizerBase", **options: bool) -> str:
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    return text
+def _prompt_hash(example: Example) -> str:
+    first = example.answer.index(True) if any(example.answer) else 0
+    text = example.input_ids[:first] or example.input_ids
+    return hashlib.blake2b(repr(tuple(text)).encode(), digest_size=16).hexdigest()
+
+
+def _read_chats(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[bool]]]:
+    for where, item in read_objects(path):
+        try:
+            if "messages" not in item:
+                raise DataError(f"has the keys {sorted(item)}; each line needs 'messages'")
+            yield encode_answers(tokenizer, check_messages(item["messages"]))
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+
+def _read_text(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[bool]]]:
+    text = decode(read_bytes(path), path).replace("\r\n", "\n")
+    for document in re.split(r"\n(?:[^\S\n]*\n)+", text):
+        if document.strip():
+            ids: list[int] = tokenizer(document.strip("\n"), verbose=False)["input_ids"]
+            yield ids, [True] * len(ids)

@@ -11,9 +11,17 @@ from specdec.cli.info import info
 from specdec.cli.pull import pull
 from specdec.cli.tree import tree
 from specdec.cli.tune import tune
-from specdec.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound, SpecdecError, UnsupportedModel
+from specdec.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    InvalidRequest,
+    ModelNotFound,
+    SpecdecError,
+    UnsupportedModel,
+)
 
-_BAD_INPUT = (InvalidRequest, ConfigError, ModelNotFound, UnsupportedModel, CheckpointError)
+_BAD_INPUT = (InvalidRequest, ConfigError, DataError, ModelNotFound, UnsupportedModel, CheckpointError)
 
 
 class _BadInput(click.ClickException):
