@@ -9,6 +9,7 @@ Every message names the offending value and what to do about it. `SpecdecError` 
     ├── UnsupportedModel                         the architecture can't be run, and why
     ├── CheckpointError                          a weights file is missing, broken, or for another model
     ├── DownloadError                            fetching a model failed; nothing was kept
+    ├── TrainingError                            training can't go on, or its results can't be written
     └── OutOfBlocks                              the KV cache is too small for this request
 """
 
@@ -39,6 +40,10 @@ class CheckpointError(SpecdecError):
 
 class DownloadError(SpecdecError):
     """Fetching or converting a model failed; nothing half-written was kept."""
+
+
+class TrainingError(SpecdecError):
+    """Training can't go on, or its results can't be written; the last checkpoint is whole."""
 
 
 class OutOfBlocks(SpecdecError):  # noqa: N818

@@ -1,1 +1,1 @@
-"""Beside layer 5: where the trainer of draft heads will stand. Empty so far."""
+"""Beside layer 6: the trainer of draft heads. Knows the base model, the heads and examples; no requests, no CLI."""

@@ -8,6 +8,7 @@ from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.pull import pull
+from specdec.cli.train import train
 from specdec.cli.tune import tune
 from specdec.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound, SpecdecError, UnsupportedModel
 
@@ -34,5 +35,5 @@ def main() -> None:
     """Generate several tokens per forward pass without changing what the model says."""
 
 
-for _command in (generate, chat, pull, info, tune, demo):
+for _command in (generate, chat, pull, info, tune, train, demo):
     main.add_command(_command)
