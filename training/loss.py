@@ -72,7 +72,7 @@ class HeadsLoss(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         """Score the vocabulary: [R, K, H] to [R, K, V], in fp32 or better."""
         if self.heads.projection is None:
-            logits = self._lm_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+            logits = self._lm_head(states.flatten(0, 1)).view(*states.shape[:2], self.heads.config.vocab_size)
         else:
             logits = torch.bmm(states.transpose(0, 1), self.heads.projection.mT).transpose(0, 1)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -58,8 +58,8 @@ def train() -> None:
 def medusa(data: Path, **options: Any) -> None:
     """Train Medusa heads on the answers in --data, and write a heads folder to --out.
 
-    One example in twenty, at most 64, is held out and measured on. Several GPUs: `accelerate launch -m
-    specdec.cli.main train medusa …`.
+    One example in twenty, at most 64, is held out and measured on. Several processes: `accelerate launch
+    "$(which specdec)" train medusa …`.
     """
     from specdec.errors import CheckpointError
     from specdec.training.data import read_examples
