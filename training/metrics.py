@@ -136,8 +136,8 @@ def save_plot(out: Path) -> None:
     _curve(left, [line for line in lines if "loss" in line], lambda line: line["loss"], "training")
     measured = [line for line in lines if "top1" in line]
     for k in range(len(measured[0]["top1"]) if measured else 0):
-        _curve(right, measured, lambda line, k=k: line["top1"][k], f"head {k}, top 1")
-        _curve(right, measured, lambda line, k=k: line["top5"][k], f"head {k}, top 5", "--", f"C{k}")
+        _curve(right, measured, lambda line, k=k: line["top1"][k], f"head {k}, top 1", "o-", f"C{k}")
+        _curve(right, measured, lambda line, k=k: line["top5"][k], f"head {k}, top 5", "o--", f"C{k}")
     left.set(xlabel="step", ylabel="loss", yscale="log")
     right.set(xlabel="step", ylabel="accuracy on held-out answers", ylim=(0, 1))
     for axes in (left, right):

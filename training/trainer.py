@@ -97,6 +97,7 @@ def train(
     """
     prepare_out(out, resume)
     run = _Run(Stepper(model, heads, config), examples, held_out, config, out)
+    run.stepper.evaluate(examples[:1])  # some quantizers repack their weights in the first forward
     before = run.stepper.base.checksum()
     loss = run.train(resume, report)
     if run.stepper.base.checksum() != before:
