@@ -10,6 +10,7 @@ Every message names the offending value and what to do about it. `SpecdecError` 
     ├── CheckpointError                          a weights file is missing, broken, or for another model
     ├── DataError             (also ValueError)  training data can't be read, used or stored
     ├── DownloadError                            fetching a model failed; nothing was kept
+    ├── TrainingError                            training can't go on, or its results can't be written
     └── OutOfBlocks                              the KV cache is too small for this request
 """
 
@@ -44,6 +45,10 @@ class DataError(SpecdecError, ValueError):
 
 class DownloadError(SpecdecError):
     """Fetching or converting a model failed; nothing half-written was kept."""
+
+
+class TrainingError(SpecdecError):
+    """Training can't go on, or its results can't be written; the last checkpoint is whole."""
 
 
 class OutOfBlocks(SpecdecError):  # noqa: N818

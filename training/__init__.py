@@ -1,1 +1,1 @@
-"""Beside layer 5: what draft heads are measured by, and where their trainer will stand."""
+"""Beside layer 6: the trainer of draft heads. Knows the base model, the heads and examples; no requests, no CLI."""

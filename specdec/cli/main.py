@@ -9,6 +9,7 @@ from specdec.cli.export import export
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.pull import pull
+from specdec.cli.train import train
 from specdec.cli.tree import tree
 from specdec.cli.tune import tune
 from specdec.errors import (
@@ -44,5 +45,5 @@ def main() -> None:
     """Generate several tokens per forward pass without changing what the model says."""
 
 
-for _command in (generate, chat, pull, info, tune, tree, export, demo):
+for _command in (generate, chat, pull, info, tune, train, tree, export, demo):
     main.add_command(_command)

@@ -8,7 +8,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -49,6 +49,7 @@ def load(
     dtype: DType,
     device: torch.device | str,
     tokenizer: "str | os.PathLike[str] | PreTrainedTokenizerBase | None" = None,
+    quantization: Any = None,
 ) -> Loaded:
     """Open a causal language model and its tokenizer.
 
@@ -59,6 +60,7 @@ def load(
         dtype: of the weights, e.g. `torch.bfloat16`; "auto" takes the checkpoint's own.
         device: where the weights go.
         tokenizer: an object, folder or hub id to use in place of the checkpoint's own tokenizer.
+        quantization: a transformers quantization config, to quantize the weights of a checkpoint as they are read.
 
     Returns:
         The model in evaluation mode, without gradients, its tokenizer and its name.
@@ -74,7 +76,7 @@ def load(
         return Loaded(_in_memory(model, dtype, device), _given_tokenizer(tokenizer), _name_in_memory(model))
     source, name = _resolve(model)
     with quiet() if isinstance(source, Path) else nullcontext():  # a hub's downloads show their bars
-        weights = _open_weights(source, _open_config(source), dtype, device)
+        weights = _open_weights(source, _open_config(source), dtype, device, quantization)
         own = _open_tokenizer(source) if tokenizer is None else _given_tokenizer(tokenizer)
     return Loaded(weights, own, name)
 
@@ -142,7 +144,7 @@ def _open_config(source: Source) -> "PreTrainedConfig":
 
 
 def _open_weights(
-    source: Source, config: "PreTrainedConfig", dtype: DType, device: torch.device | str
+    source: Source, config: "PreTrainedConfig", dtype: DType, device: torch.device | str, quantization: Any
 ) -> "PreTrainedModel":
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -154,6 +156,7 @@ def _open_weights(
             config=config,
             dtype=dtype,
             device_map={"": device},
+            quantization_config=quantization,
             use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # collected and refused below, by name

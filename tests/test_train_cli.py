@@ -1,0 +1,78 @@
+"""`specdec train medusa` over a tiny model's folder: results, refusals, exit codes."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specdec import LLM, SamplingParams
+from specdec.cli.main import main
+from specdec.training import checkpoint
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    chats = [
+        [
+            {"role": "user", "content": f"count from {i}"},
+            {"role": "assistant", "content": " ".join(map(str, range(i, i + 5)))},
+        ]
+        for i in range(12)
+    ]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
+
+
+def train(folder: Path, data: Path, out: Path, *args: str) -> Result:
+    sizes = ["--steps", "4", "--batch-tokens", "128", "--heads", "2", "--device", "cpu"]
+    return CliRunner().invoke(
+        main, ["train", "medusa", "--model", str(folder), "--data", str(data), "--out", str(out), *sizes, *args]
+    )
+
+
+def test_trains_resumes_and_drafts(folder: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "heads"
+    result = train(folder, data, out, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["steps"] == 4 and found["out"] == str(out) and len(found["top1"]) == 2
+    assert "step 4" in result.stderr
+    prompts = ["count from 3", "hello"]
+    params = SamplingParams(max_new_tokens=9)
+    answers = [LLM(folder, d, device="cpu").generate(prompts, params) for d in ("none", str(out))]
+    assert [c.token_ids for c in answers[0]] == [c.token_ids for c in answers[1]]
+    again = train(folder, data, out)
+    assert again.exit_code == 2 and "--resume" in again.output
+    resumed = train(folder, data, out, "--resume")
+    assert resumed.exit_code == 0 and f"heads in {out}" in resumed.stdout
+    other = train(folder, data, out, "--resume", "--lr", "0.5")
+    assert other.exit_code == 2 and "lr 0.001, not 0.5" in other.output
+
+
+def test_bad_input_has_code_2(folder: Path, data: Path, tmp_path: Path) -> None:
+    assert train(folder, data, tmp_path / "a", "--steps", "0").exit_code == 2
+    assert train(folder, data, tmp_path / "a", "--heads", "0").exit_code == 2
+    assert train(folder, tmp_path / "none", tmp_path / "a").exit_code == 2
+    assert not (tmp_path / "a" / "checkpoints").exists()
+    if importlib.util.find_spec("bitsandbytes") is None:
+        result = train(folder, data, tmp_path / "a", "--base-precision", "nf4")
+        assert result.exit_code == 2 and "bitsandbytes" in result.output
+
+
+def test_a_folder_that_cannot_be_written_has_code_1(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    result = train(folder, data, tmp_path / "file" / "out")
+    assert result.exit_code == 1 and "can't be written" in result.output
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    result = train(folder, data, tmp_path / "out")
+    assert result.exit_code == 1 and "No space left" in result.output
+    assert list((tmp_path / "out" / "checkpoints").iterdir()) == []

@@ -1,0 +1,164 @@
+"""Labels, order and loss of the trainer, against what a reader would write down."""
+
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from specdec.drafters.medusa_heads import HeadsConfig, MedusaHeads
+from specdec.errors import ConfigError, InvalidRequest
+from specdec.training.batches import (
+    IGNORE,
+    BatchOrder,
+    fingerprint,
+    label_counts,
+    make_batch,
+    split_held_out,
+)
+from specdec.training.config import TrainConfig
+from specdec.training.data import Example
+from specdec.training.loss import HeadsLoss
+from specdec.training.metrics import count_ranks, summarize
+from tests.training import examples
+
+H, V, K = 8, 23, 3
+
+
+def heads_of(projection: str) -> MedusaHeads:
+    config = HeadsConfig(num_heads=K, num_layers=2, hidden_size=H, vocab_size=V, projection=projection)  # type: ignore[arg-type]
+    heads = MedusaHeads(config, dtype=torch.float64)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return heads
+
+
+def inputs(rows: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, labels of which some are missing, the base's head."""
+    torch.manual_seed(0)
+    labels = torch.randint(V, (rows, K)).masked_fill(torch.rand(rows, K) < 0.3, IGNORE)
+    return torch.randn(rows, H, dtype=torch.float64), labels, torch.randn(V, H, dtype=torch.float64)
+
+
+def naive(heads: MedusaHeads, hidden: Tensor, labels: Tensor, head: Tensor, decay: float) -> Tensor:
+    logits = heads(hidden, lambda x: F.linear(x, head))  # [T, K, V]
+    total = torch.zeros((), dtype=torch.float64)
+    for k in range(K):
+        losses = [-logits[t, k].log_softmax(-1)[y] for t, y in enumerate(labels[:, k].tolist()) if y != IGNORE]
+        if losses:
+            total = total + decay**k * torch.stack(losses).mean()
+    return total
+
+
+@pytest.mark.parametrize("projection", ["shared", "own"])
+@pytest.mark.parametrize("chunk_rows", [1, 4, 100])
+def test_loss_and_gradients_are_those_of_the_whole_product(projection: str, chunk_rows: int) -> None:
+    heads = heads_of(projection)
+    hidden, labels, head = inputs()
+    seen = []
+
+    def lm_head(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return F.linear(x, head)
+
+    loss, means = HeadsLoss(heads, lm_head, 0.8, chunk_rows * K * V)(hidden, labels, (labels != IGNORE).sum(0))
+    loss.backward()
+    found = [parameter.grad for parameter in heads.parameters()]
+    expected = naive(heads, hidden, labels, head, 0.8)
+    wanted = torch.autograd.grad(expected, list(heads.parameters()))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, list(wanted))
+    torch.testing.assert_close((means * torch.tensor([1, 0.8, 0.64])).sum(), expected)
+    assert all(rows <= chunk_rows * K for rows in seen)  # never more of the vocabulary's product than that
+
+
+def test_no_rows_and_heads_without_labels_give_finite_losses_and_gradients() -> None:
+    heads = heads_of("shared")
+    hidden, labels, head = inputs()
+    labels[:, 1] = IGNORE
+    loss = HeadsLoss(heads, lambda x: F.linear(x, head), 0.8)
+    counts = (labels != IGNORE).sum(0)
+    torch.testing.assert_close(loss(hidden, labels, counts)[0], naive(heads, hidden, labels, head, 0.8))
+    nothing, _ = loss(hidden[:0], labels[:0], counts)  # this process's share of a small batch
+    nothing.backward()
+    assert nothing.item() == 0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in heads.parameters())
+
+
+def test_ranks_are_those_of_a_sort() -> None:
+    heads = heads_of("shared")
+    hidden, labels, head = inputs(40)
+    loss = HeadsLoss(heads, lambda x: F.linear(x, head), 1.0, 7 * K * V)
+    found = summarize(count_ranks(loss, hidden, labels, None))
+    order = heads(hidden, lambda x: F.linear(x, head)).argsort(-1, descending=True)
+    for k in range(K):
+        known = labels[:, k] != IGNORE
+        ranks = (order[known, k] == labels[known, k, None]).nonzero()[:, 1]
+        shares = torch.bincount(ranks, minlength=V)[:10] / known.sum()
+        torch.testing.assert_close(torch.tensor(found.accuracies[k]), shares)
+        assert found.num_labels[k] == known.sum()
+
+
+def test_a_label_is_the_token_that_many_places_behind_the_root() -> None:
+    short = Example((5, 6, 7), (True, True, True))
+    long = Example((1, 2, 3, 4, 9), (False, False, True, False, True))
+    batch = make_batch([short, long], 2)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 0, 0], [1, 2, 3, 4, 9]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+    assert batch.rows.tolist() == [0, 5, 6, 7]
+    assert batch.labels.tolist() == [[7, IGNORE], [3, IGNORE], [IGNORE, 9], [9, IGNORE]]
+    assert batch.following.tolist() == [[6, 7], [2, 3], [3, 4], [4, 9]]
+    assert label_counts([short, long], 2) == [3, 1]
+    assert make_batch([], 2).rows.tolist() == []
+
+
+def test_an_epoch_holds_every_example_once_in_batches_that_fit() -> None:
+    data, config = examples(50), TrainConfig(batch_tokens=64, seed=3)
+    batches = []
+    for batch in BatchOrder(data, config):
+        batches.append(batch)
+        if sum(map(len, batches)) >= len(data):
+            break
+    assert sorted(e.input_ids for b in batches for e in b) == sorted(e.input_ids for e in data)
+    assert all(len(b) * max(len(e.input_ids) for e in b) <= 64 for b in batches)
+    again = list(islice(BatchOrder(data, config), 40))
+    assert again == list(islice(BatchOrder(data, config), 40)) and again[: len(batches)] == batches
+    assert again[len(batches) : 2 * len(batches)] != batches  # the next epoch has another order
+    assert again != list(islice(BatchOrder(data, TrainConfig(batch_tokens=64, seed=4)), 40))
+
+
+def test_batches_without_a_label_are_skipped_and_counted() -> None:
+    silent = Example((1, 2, 3, 4), (True, True, False, False))  # nothing predicts the first two
+    order = BatchOrder([silent, silent, *examples(2)], TrainConfig(batch_tokens=16))
+    batches = list(islice(order, 6))
+    assert all(any(any(e.answer[2:]) for e in batch) for batch in batches) and order.num_skipped > 0
+    for bad, reason in (([silent], "no"), ([], "no"), ([Example((1,) * 17, (True,) * 17)], "17 tokens")):
+        with pytest.raises(InvalidRequest, match=reason):
+            BatchOrder(bad, TrainConfig(batch_tokens=16))
+    with pytest.raises(InvalidRequest, match="2 answer flags"):
+        BatchOrder([Example((1, 2, 3), (True, True))], TrainConfig())
+
+
+def test_held_out_examples_are_not_trained_on() -> None:
+    data = examples(60)
+    kept, held_out = split_held_out(data, 0)
+    assert (len(kept), len(held_out)) == (57, 3) and not {*kept} & {*held_out}
+    assert fingerprint(kept, held_out) != fingerprint(held_out, kept)
+    with pytest.raises(InvalidRequest, match="too few"):
+        split_held_out(data[:1], 0)
+
+
+@pytest.mark.parametrize(
+    "field", [{"steps": 0}, {"lr": 0.0}, {"lr": float("nan")}, {"decay": 1.5}, {"clip": -1.0}, {"weight_decay": 1.0}]
+)
+def test_config_is_checked(field: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(field))):
+        TrainConfig(**field)  # type: ignore[arg-type]
+
+
+def test_learning_rate_rises_then_falls_to_nothing() -> None:
+    config = TrainConfig(steps=110, warmup=10, lr=1.0)
+    rates = [config.lr_at(step) for step in range(111)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[60] == pytest.approx(0.5)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[110] == pytest.approx(0)

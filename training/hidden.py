@@ -1,0 +1,111 @@
+"""The frozen base: its final hidden states, its head, its embeddings, and a proof that it didn't change."""
+
+import hashlib
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from specdec.drafters.heads import base_fingerprint
+from specdec.drafters.medusa_heads import HeadsConfig, MedusaHeads
+from specdec.errors import UnsupportedModel
+from specdec.training.batches import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CHUNK = 1 << 24  # bytes summed at once
+
+
+class FrozenBase:
+    """The base as the trainer uses it: in evaluation mode, without gradients.
+
+    Args:
+        model: the base; its parameters stop taking gradients.
+
+    Raises:
+        UnsupportedModel: it has no output head, or no body that gives final hidden states.
+    """
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        if model.get_output_embeddings() is None or model.base_model is model:
+            raise UnsupportedModel(f"{type(model).__name__} has no body and output head apart; heads can't be trained")
+        self.model = model.requires_grad_(False).eval()
+        self.device: torch.device = model.device
+        self._head = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, columns of the logits."""
+        return len(self._head.weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H], the output head."""
+        weight: Tensor = self._head.weight
+        return weight
+
+    @torch.no_grad()
+    def hidden(self, batch: Batch) -> Tensor:
+        """Return the final hidden states, behind the last norm, at the batch's rows: [T, H] in the base's dtype."""
+        if not len(batch.rows):
+            return self.head_weight.new_zeros(0, self.head_weight.shape[1])
+        body = self.model.base_model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, return_dict=True
+        )
+        hidden: Tensor = body.last_hidden_state
+        return hidden.flatten(0, 1)[batch.rows]
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return input embeddings: [...] to [..., H]."""
+        embeddings: Tensor = self.model.get_input_embeddings()(tokens)
+        return embeddings
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Score the vocabulary as the base's head does: [R, H] to [R, V]."""
+        logits: Tensor = self._head(states.to(self._head.weight.dtype))
+        logits = logits if self._scale == 1 else logits * self._scale
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+    @torch.no_grad()
+    def checksum(self) -> str:
+        """Return a hash of every bit of the base's parameters and buffers: 32 hexadecimal digits.
+
+        The bits are summed on the device, each byte times an odd number of its place: any one change shows.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        weights = 2 * torch.arange(_CHUNK, device=self.device) * 0x9E3779B1 + 1
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            total = 0
+            for chunk in tensor.data.contiguous().flatten().view(torch.uint8).split(_CHUNK):
+                part = (chunk * weights[: len(chunk)].to(chunk.device)).sum().item()
+                total = (total * 1_000_003 + part) % (1 << 64)
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total};".encode())
+        return digest.hexdigest()
+
+
+def new_heads(
+    model: "PreTrainedModel", num_heads: int, num_layers: int, projection: Literal["own", "shared"]
+) -> MedusaHeads:
+    """Make untrained Medusa heads for a base: fp32, on its device, each saying what the base's own head says.
+
+    Raises:
+        ConfigError: a number is out of bounds.
+        UnsupportedModel: the base has no output head.
+    """
+    base = FrozenBase(model)
+    config = HeadsConfig(
+        num_heads=num_heads,
+        num_layers=num_layers,
+        hidden_size=base.head_weight.shape[1],
+        vocab_size=base.vocab_size,
+        projection=projection,
+        base_fingerprint=base_fingerprint(model),
+    )
+    heads = MedusaHeads(config, base.device, torch.float32)
+    heads.copy_projection(base.head_weight)
+    return heads

@@ -1,0 +1,95 @@
+"""The loss of draft heads, without ever holding the logits of all tokens. Knows hidden states and labels; no files."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from specdec.drafters.medusa_heads import MedusaHeads
+from specdec.training.batches import IGNORE
+
+CHUNK_LOGITS = 1 << 26  # logits of all heads held at once: 256 MB in fp32, the gradient as much again
+
+LMHead = Callable[[Tensor], Tensor]
+
+
+class HeadsLoss(nn.Module):
+    """Cross-entropy of heads, those of head k times decay ** k, each the mean over its labels.
+
+    The vocabulary is projected for a few rows at a time, and again in the backward pass, so that memory grows neither
+    with rows × V nor, beyond a hidden state a head, with rows.
+
+    Args:
+        heads: what is trained; the module's only parameters.
+        lm_head: the base's head, [R, H] to [R, V], for heads with a shared projection.
+        decay: of the loss from one head to the next.
+        chunk_logits: most logits held at once.
+
+    Source: Cai et al., "Medusa" (2024), section 2.2.1; the recomputation as in Hsu et al., "Liger Kernel" (2024).
+    """
+
+    def __init__(self, heads: MedusaHeads, lm_head: LMHead, decay: float, chunk_logits: int = CHUNK_LOGITS) -> None:
+        super().__init__()
+        self.heads = heads
+        self._lm_head = lm_head
+        num_heads = heads.config.num_heads
+        self.chunk_rows = max(1, chunk_logits // (num_heads * heads.config.vocab_size))
+        self._decays = [decay**k for k in range(num_heads)]
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor, counts: Tensor, following: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss and its parts.
+
+        Args:
+            hidden: [T, H] final hidden states; T may be 0.
+            labels: [T, K] int64, IGNORE where there is none.
+            counts: [K] labels of each head over all processes; a head that has none adds nothing.
+            following: [T, K, H] embeddings of the tokens that follow, for heads that see them.
+
+        Returns:
+            The loss, a scalar, and [K], the mean cross-entropy of each head without its weight.
+        """
+        states = self.states(hidden, following)
+        sums = torch.stack(
+            [
+                checkpoint(self._sums, rows, targets, use_reentrant=False, preserve_rng_state=False)
+                for rows, targets in chunks(states, labels, self.chunk_rows)
+            ]
+        ).sum(0)
+        means = sums / counts.clamp(min=1)
+        return (means * means.new_tensor(self._decays)).sum(), means.detach()
+
+    def states(self, hidden: Tensor, following: Tensor | None) -> Tensor:
+        """Return what the projection reads, [T, K, H], for hidden states [T, H] in any dtype."""
+        dtype = next(self.heads.parameters()).dtype
+        inputs = [x.to(dtype) for x in (hidden, following) if x is not None]
+        states: Callable[..., Tensor] = self.heads.states  # which of the two it takes depends on the kind of heads
+        return states(*inputs)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Score the vocabulary: [R, K, H] to [R, K, V], in fp32 or better."""
+        if self.heads.projection is None:
+            logits = self._lm_head(states.flatten(0, 1)).view(*states.shape[:2], self.heads.config.vocab_size)
+        else:
+            logits = torch.bmm(states.transpose(0, 1), self.heads.projection.mT).transpose(0, 1)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _sums(self, states: Tensor, labels: Tensor) -> Tensor:
+        """The cross-entropy of each head summed over a few rows, [K]."""
+        logits = self.logits(states)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+        return losses.view_as(labels).sum(0)
+
+
+def chunks(states: Tensor, labels: Tensor, num_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return states [T, K, H] and labels [T, K] a few rows at a time; at least once, if with no rows."""
+    for start in range(0, max(1, len(states)), num_rows):
+        yield states[start : start + num_rows], labels[start : start + num_rows]
+
+
+def sees_following(heads: MedusaHeads) -> bool:
+    """Whether heads read the embeddings of the draft tokens before them."""
+    return getattr(heads.config, "kind", "medusa") == "hydra"

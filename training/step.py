@@ -1,0 +1,87 @@
+"""One step of training, and one evaluation, on this process's share. Knows the base, the heads and accelerate."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from specdec.drafters.medusa_heads import MedusaHeads
+from specdec.training.batches import cut, label_counts, make_batch
+from specdec.training.config import TrainConfig
+from specdec.training.data import Example
+from specdec.training.hidden import FrozenBase
+from specdec.training.loss import HeadsLoss, sees_following
+from specdec.training.metrics import Evaluation, count_ranks, empty_ranks, summarize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Stepper:
+    """The base, the heads in training and their optimizer, on one process or as one of several.
+
+    Args:
+        model: the base, on its device.
+        heads: fp32, on the same device; changed in place.
+        config: how to train.
+    """
+
+    def __init__(self, model: "PreTrainedModel", heads: MedusaHeads, config: TrainConfig) -> None:
+        self.base = FrozenBase(model)
+        device = self.base.device.type
+        precision = "bf16" if device == "cuda" else "no"
+        self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision=precision, device_placement=False)
+        self.heads = heads.requires_grad_(True)
+        self.optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        self._config = config
+        self._loss = HeadsLoss(heads, self.base.logits, config.decay)
+        self._module = self.accelerator.prepare(self._loss)
+
+    def step(self, step: int, examples: list[Example]) -> tuple[float, list[float]]:
+        """Take one step on a batch, of which each process has its share.
+
+        Args:
+            step: from 0; sets the learning rate.
+            examples: the whole batch.
+
+        Returns:
+            The loss, and the mean cross-entropy of each head. If the loss isn't finite, the weights stay as they were.
+        """
+        hidden, labels, following = self._inputs(self._share(examples))
+        counts = torch.tensor(label_counts(examples, self.heads.config.num_heads), device=hidden.device)
+        loss, means = self._module(hidden, labels, counts, following)
+        parts = self.accelerator.reduce(torch.cat([loss.detach()[None], means]), "sum")
+        self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged over the processes
+        value, *head_losses = parts.tolist()
+        if math.isfinite(value):
+            if self._config.clip is not None:
+                self.accelerator.clip_grad_norm_(self.heads.parameters(), self._config.clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._config.lr_at(step)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value, head_losses
+
+    def evaluate(self, examples: list[Example]) -> Evaluation:
+        """Measure the heads on examples, of which each process has its share."""
+        sums = empty_ranks(self.heads.config, self.base.device)
+        share = sorted(self._share(examples), key=_length)
+        for batch in cut(share, _length, self._config.batch_tokens):
+            with self.accelerator.autocast():
+                sums += count_ranks(self._loss, *self._inputs(batch))
+        return summarize(self.accelerator.reduce(sums, "sum"))
+
+    def _inputs(self, examples: list[Example]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [T, H], labels [T, K] and, for heads that see them, embeddings [T, K, H]."""
+        batch = make_batch(examples, self.heads.config.num_heads).to(self.base.device)
+        following = self.base.embed(batch.following) if sees_following(self.heads) else None
+        return self.base.hidden(batch), batch.labels, following
+
+    def _share(self, examples: list[Example]) -> list[Example]:
+        return examples[self.accelerator.process_index :: self.accelerator.num_processes]
+
+
+def _length(example: Example) -> int:
+    return len(example.input_ids)

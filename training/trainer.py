@@ -1,0 +1,198 @@
+"""The training loop: the base gives hidden states, the heads learn from them, everything is written whole.
+
+Knows the base, the heads and lists of examples; not where those come from.
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from specdec.drafters.heads import save_heads
+from specdec.drafters.medusa_heads import MedusaHeads
+from specdec.errors import ConfigError, TrainingError
+from specdec.hub.cache import replace_file
+from specdec.training.batches import BatchOrder, fingerprint, make_batch
+from specdec.training.checkpoint import RunIdentity, has_checkpoint, load_checkpoint, save_checkpoint, writing
+from specdec.training.config import TrainConfig
+from specdec.training.data import Example
+from specdec.training.metrics import Evaluation, MetricsLog, can_plot, save_accuracies, save_plot
+from specdec.training.step import Stepper
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Report = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended.
+
+    Args:
+        loss: of the last step; NaN if this call had none to do.
+        evaluation: on the held-out examples; None if there are none.
+        num_skipped: batches without a label.
+        plotted: whether there is a plot; it needs matplotlib.
+    """
+
+    loss: float
+    evaluation: Evaluation | None
+    num_skipped: int
+    plotted: bool
+
+
+def prepare_out(out: Path, resume: bool) -> None:
+    """Make the run's folder and see that it can be written, before anything expensive is done.
+
+    Raises:
+        ConfigError: a run is there already and isn't to be resumed.
+        TrainingError: the folder can't be written.
+    """
+    with writing(out):
+        if not resume and (has_checkpoint(out) or (out / "heads.safetensors").exists()):
+            raise ConfigError(f"{out}: holds trained heads already; pass --resume to go on, or give another folder")
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(b"x")
+
+
+def train(
+    model: "PreTrainedModel",
+    heads: MedusaHeads,
+    examples: list[Example],
+    held_out: list[Example],
+    config: TrainConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    dtype: torch.dtype = torch.float32,
+    report: Report = lambda line: None,
+) -> TrainResult:
+    """Train heads and write them to a folder; the base stays as it is, bit for bit.
+
+    Args:
+        model: the base, in any precision, on its device.
+        heads: fp32, on the same device; trained in place.
+        examples: to train on.
+        held_out: to measure on; may be empty.
+        config: how to train.
+        out: becomes a heads folder, with `metrics.jsonl`, `accuracies.json` and checkpoints beside.
+        resume: go on from the last checkpoint in `out`; from the start if there is none.
+        dtype: of the heads written at the end.
+        report: is given every line of the metrics, on the main process.
+
+    Raises:
+        ConfigError: `out` holds another run, or one that isn't to be resumed.
+        CheckpointError: a checkpoint is damaged.
+        InvalidRequest: the examples can't be trained on.
+        TrainingError: the loss isn't finite (the batch is saved), the base changed, or `out` can't be written.
+    """
+    prepare_out(out, resume)
+    run = _Run(Stepper(model, heads, config), examples, held_out, config, out)
+    run.stepper.evaluate(examples[:1])  # some quantizers repack their weights in the first forward
+    before = run.stepper.base.checksum()
+    loss = run.train(resume, report)
+    if run.stepper.base.checksum() != before:
+        raise TrainingError("the base changed while the heads were trained; don't use either, and report this")
+    evaluation = run.finish(dtype)
+    return TrainResult(loss, evaluation, run.order.num_skipped, can_plot())
+
+
+class _Run:
+    """One run: what `train` was given, and the last evaluation."""
+
+    def __init__(
+        self, stepper: Stepper, examples: list[Example], held_out: list[Example], config: TrainConfig, out: Path
+    ) -> None:
+        self.stepper = stepper
+        self.order = BatchOrder(examples, config)
+        self._held_out, self._config, self._out = held_out, config, out
+        self._evaluation: Evaluation | None = None  # of the weights as they are
+        self._identity = RunIdentity(
+            asdict(config),
+            asdict(replace(stepper.heads.config, tree=None)),
+            fingerprint(examples, held_out),
+            stepper.accelerator.num_processes,
+        )
+
+    def train(self, resume: bool, report: Report) -> float:
+        """Do the steps that are left; return the last one's loss."""
+        stepper, config, loss = self.stepper, self._config, math.nan
+        first = load_checkpoint(self._out, stepper.heads, stepper.optimizer, self._identity) if resume else 0
+        stepper.accelerator.wait_for_everyone()  # before the main process writes where others read
+        is_main = stepper.accelerator.is_main_process
+        with writing(self._out):
+            log = MetricsLog(self._out, first) if is_main else None
+        for step, examples in enumerate(islice(self.order, first, config.steps), first):
+            start = time.perf_counter()
+            loss, head_losses = stepper.step(step, examples)
+            num_tokens = sum(len(example.input_ids) for example in examples)
+            line = {"step": step + 1, "loss": loss, "head_losses": head_losses, "lr": config.lr_at(step)}
+            line |= {"tokens_per_s": num_tokens / (time.perf_counter() - start), "skipped": self.order.num_skipped}
+            if not math.isfinite(loss):
+                self._stop(step, loss, examples)
+            line |= self._measure(step)
+            if log is not None:
+                with writing(self._out):
+                    log.append(line)
+                report(line)
+            if is_main and self._is_due(step, config.save_every):
+                save_checkpoint(self._out, step + 1, stepper.heads, stepper.optimizer, self._identity)
+        return loss
+
+    def finish(self, dtype: torch.dtype) -> Evaluation | None:
+        """Write what the run was for; the heads come last."""
+        if self._evaluation is None and self._held_out:  # all steps were done before this call
+            self._evaluation = self.stepper.evaluate(self._held_out)
+        if self.stepper.accelerator.is_main_process:
+            with writing(self._out):
+                if self._evaluation is not None:
+                    save_accuracies(self._out, self._evaluation, self._config.steps)
+                if can_plot():
+                    save_plot(self._out)
+                save_heads(_copy(self.stepper.heads, dtype), self._out)
+        self.stepper.accelerator.wait_for_everyone()
+        return self._evaluation
+
+    def _measure(self, step: int) -> dict[str, Any]:
+        """What the metrics say of the held-out examples after a step; nothing if it isn't due."""
+        self._evaluation = None
+        if not self._held_out or not self._is_due(step, self._config.eval_every):
+            return {}
+        found = self._evaluation = self.stepper.evaluate(self._held_out)
+        measured = {"held_out_losses": found.losses, "accuracies": found.accuracies}
+        return measured | {"top1": found.top(1), "top5": found.top(5)}
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return (step + 1) % every == 0 or step + 1 == self._config.steps
+
+    def _stop(self, step: int, loss: float, examples: list[Example]) -> None:
+        """Save the batch of a step whose loss isn't finite, and say so."""
+        path = self._out / f"nonfinite-step-{step + 1}.safetensors"
+        batch = make_batch(examples, self.stepper.heads.config.num_heads)
+        tensors = {
+            name: getattr(batch, name).contiguous() for name in ("input_ids", "attention_mask", "rows", "labels")
+        }
+        if self.stepper.accelerator.is_main_process:
+            with writing(self._out):
+                replace_file(path, lambda file: save_file(tensors, file))
+        raise TrainingError(
+            f"the loss of step {step + 1} is {loss}; its batch is saved in {path}: look there for broken examples, or "
+            "lower the learning rate"
+        )
+
+
+def _copy(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
+    """The same heads in another dtype."""
+    copied = type(heads)(heads.config, device="meta")
+    state = {name: tensor.detach().to(dtype) for name, tensor in heads.state_dict().items()}
+    copied.load_state_dict(state, assign=True)
+    return copied
