@@ -23,6 +23,7 @@ from specdec.verifier.tree import TokenTree, chain_parents
 
 __all__ = ["MedusaDrafter", "best_first_choices", "load_medusa"]
 
+
 class MedusaDrafter:
     """Drafts a static tree whose node (…, r) at depth d holds the candidate of rank r of head d - 1.
 

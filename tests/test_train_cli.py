@@ -52,6 +52,43 @@ def test_trains_resumes_and_drafts(folder: Path, data: Path, tmp_path: Path) -> 
     assert other.exit_code == 2 and "lr 0.001, not 0.5" in other.output
 
 
+def invoke(folder: Path, out: Path, *args: str) -> Result:
+    sizes = ["--steps", "3", "--batch-tokens", "128", "--heads", "2", "--device", "cpu", "--answer-tokens", "12"]
+    return CliRunner().invoke(
+        main, ["train", "medusa", "--model", str(folder), "--out", str(out), "--temperature", "1", *sizes, *args]
+    )
+
+
+def test_the_model_answers_and_hydra_heads_learn_from_it(folder: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    result = invoke(folder, out, "--data", str(data), "--self-distill", "--kind", "hydra")
+    assert result.exit_code == 0, result.output
+    assert "12 prompts, answered by the model itself" in result.stderr
+    assert len((out / "answers.jsonl").read_text().splitlines()) == 12
+    assert json.loads((out / "config.json").read_text())["kind"] == "hydra"
+    answers = (out / "answers.jsonl").read_text()
+    assert invoke(folder, out, "--data", str(data), "--self-distill", "--kind", "hydra", "--resume").exit_code == 0
+    assert (out / "answers.jsonl").read_text() == answers, "answers were made twice"
+    params = SamplingParams(max_new_tokens=9)
+    texts = [LLM(folder, d, device="cpu").generate("count from 3", params)[0].token_ids for d in ("none", str(out))]
+    assert texts[0] == texts[1]
+
+
+def test_a_file_of_prompts_is_answered(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(6)))
+    result = invoke(folder, tmp_path / "heads", "--prompts", str(prompts))
+    assert result.exit_code == 0, result.output
+    assert invoke(folder, tmp_path / "b", "--prompts", str(tmp_path / "none")).exit_code == 2
+
+
+def test_data_or_prompts_but_not_both(folder: Path, data: Path, tmp_path: Path) -> None:
+    for args in ([], ["--data", str(data), "--prompts", "self"]):
+        result = invoke(folder, tmp_path / "heads", *args)
+        assert result.exit_code == 2 and "either --data or --prompts" in result.output
+    assert not (tmp_path / "heads").exists()
+
+
 def test_bad_input_has_code_2(folder: Path, data: Path, tmp_path: Path) -> None:
     assert train(folder, data, tmp_path / "a", "--steps", "0").exit_code == 2
     assert train(folder, data, tmp_path / "a", "--heads", "0").exit_code == 2

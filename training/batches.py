@@ -17,7 +17,6 @@ T = TypeVar("T")
 IGNORE = -100  # cross_entropy's own default: no label here
 
 _WINDOW = 64  # batches whose examples are sorted by length together
-_MOST_HELD_OUT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class BatchOrder:
         config: batch_tokens and seed.
 
     Raises:
-        InvalidRequest: an example is longer than a batch, malformed, or none has a label.
+        InvalidRequest: an example is longer than a batch, or none has a label.
     """
 
     def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
@@ -91,10 +90,6 @@ class BatchOrder:
                 raise InvalidRequest(
                     f"example {i} has {len(example.input_ids)} tokens, a batch {config.batch_tokens}; cut the examples "
                     "or raise batch_tokens"
-                )
-            if len(example.input_ids) != len(example.answer):
-                raise InvalidRequest(
-                    f"example {i} has {len(example.input_ids)} tokens and {len(example.answer)} answer flags"
                 )
         if not any(any(example.answer[2:]) for example in examples):
             raise InvalidRequest(f"none of the {len(examples)} examples has an answer token to learn from")
@@ -143,19 +138,6 @@ def cut(sorted_items: Iterable[T], length: Callable[[T], int], batch_tokens: int
         batch.append(item)
     if batch:
         yield batch
-
-
-def split_held_out(examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    """Return the examples to train on and those to measure on: one in twenty, at least one, at most 64.
-
-    Raises:
-        InvalidRequest: there are fewer than two examples.
-    """
-    if len(examples) < 2:
-        raise InvalidRequest(f"{len(examples)} examples are too few: at least one to train on and one to measure on")
-    num_held_out = min(_MOST_HELD_OUT, max(1, len(examples) // 20))
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [examples[i] for i in order[num_held_out:]], [examples[i] for i in order[:num_held_out]]
 
 
 def fingerprint(*sets: Sequence[Example]) -> str:

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specdec.drafters.draft_heads import DraftHeads
 from specdec.drafters.heads import load_heads, save_heads
-from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.errors import CheckpointError, ConfigError, TrainingError
 
 FOLDER = "checkpoints"
@@ -56,7 +56,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def save_checkpoint(
-    out: Path, step: int, heads: MedusaHeads, optimizer: torch.optim.Optimizer, identity: RunIdentity
+    out: Path, step: int, heads: DraftHeads, optimizer: torch.optim.Optimizer, identity: RunIdentity
 ) -> None:
     """Write the checkpoint of a step, then drop all but the last two.
 
@@ -95,7 +95,7 @@ def has_checkpoint(out: Path) -> bool:
     return bool(_checkpoints(out))
 
 
-def load_checkpoint(out: Path, heads: MedusaHeads, optimizer: torch.optim.Optimizer, identity: RunIdentity) -> int:
+def load_checkpoint(out: Path, heads: DraftHeads, optimizer: torch.optim.Optimizer, identity: RunIdentity) -> int:
     """Restore the last checkpoint into heads, optimizer and torch's random state, and drop what killed saves left.
 
     Returns:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from specdec.drafters.heads import base_fingerprint
-from specdec.drafters.medusa_heads import HeadsConfig, MedusaHeads
+from specdec.drafters.draft_heads import DraftHeads, HeadsConfig
+from specdec.drafters.heads import base_fingerprint, make_heads
 from specdec.errors import UnsupportedModel
 from specdec.training.batches import Batch
 
@@ -89,9 +89,13 @@ class FrozenBase:
 
 
 def new_heads(
-    model: "PreTrainedModel", num_heads: int, num_layers: int, projection: Literal["own", "shared"]
-) -> MedusaHeads:
-    """Make untrained Medusa heads for a base: fp32, on its device, each saying what the base's own head says.
+    model: "PreTrainedModel",
+    num_heads: int,
+    num_layers: int,
+    projection: Literal["own", "shared"],
+    kind: Literal["medusa", "hydra"] = "medusa",
+) -> DraftHeads:
+    """Make untrained heads for a base: fp32, on its device, each saying what the base's own head says.
 
     Raises:
         ConfigError: a number is out of bounds.
@@ -105,7 +109,8 @@ def new_heads(
         vocab_size=base.vocab_size,
         projection=projection,
         base_fingerprint=base_fingerprint(model),
+        kind=kind,
     )
-    heads = MedusaHeads(config, base.device, torch.float32)
+    heads = make_heads(config, base.device, torch.float32)
     heads.copy_projection(base.head_weight)
     return heads

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdec.drafters.medusa_heads import MedusaHeads
+from specdec.drafters.draft_heads import DraftHeads
 from specdec.training.batches import IGNORE
 
 CHUNK_LOGITS = 1 << 26  # logits of all heads held at once: 256 MB in fp32, the gradient as much again
@@ -30,7 +30,7 @@ class HeadsLoss(nn.Module):
     Source: Cai et al., "Medusa" (2024), section 2.2.1; the recomputation as in Hsu et al., "Liger Kernel" (2024).
     """
 
-    def __init__(self, heads: MedusaHeads, lm_head: LMHead, decay: float, chunk_logits: int = CHUNK_LOGITS) -> None:
+    def __init__(self, heads: DraftHeads, lm_head: LMHead, decay: float, chunk_logits: int = CHUNK_LOGITS) -> None:
         super().__init__()
         self.heads = heads
         self._lm_head = lm_head
@@ -65,16 +65,11 @@ class HeadsLoss(nn.Module):
     def states(self, hidden: Tensor, following: Tensor | None) -> Tensor:
         """Return what the projection reads, [T, K, H], for hidden states [T, H] in any dtype."""
         dtype = next(self.heads.parameters()).dtype
-        inputs = [x.to(dtype) for x in (hidden, following) if x is not None]
-        states: Callable[..., Tensor] = self.heads.states  # which of the two it takes depends on the kind of heads
-        return states(*inputs)
+        return self.heads.states(hidden.to(dtype), None if following is None else following.to(dtype))
 
     def logits(self, states: Tensor) -> Tensor:
         """Score the vocabulary: [R, K, H] to [R, K, V], in fp32 or better."""
-        if self.heads.projection is None:
-            logits = self._lm_head(states.flatten(0, 1)).view(*states.shape[:2], self.heads.config.vocab_size)
-        else:
-            logits = torch.bmm(states.transpose(0, 1), self.heads.projection.mT).transpose(0, 1)
+        logits = self.heads.project(states, self._lm_head)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _sums(self, states: Tensor, labels: Tensor) -> Tensor:
@@ -90,6 +85,6 @@ def chunks(states: Tensor, labels: Tensor, num_rows: int) -> Iterator[tuple[Tens
         yield states[start : start + num_rows], labels[start : start + num_rows]
 
 
-def sees_following(heads: MedusaHeads) -> bool:
+def sees_following(heads: DraftHeads) -> bool:
     """Whether heads read the embeddings of the draft tokens before them."""
-    return getattr(heads.config, "kind", "medusa") == "hydra"
+    return heads.config.kind == "hydra"

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from specdec.drafters.medusa_heads import MedusaHeads
+from specdec.drafters.draft_heads import DraftHeads
 from specdec.training.batches import cut, label_counts, make_batch
 from specdec.training.config import TrainConfig
 from specdec.training.data import Example
@@ -28,7 +28,7 @@ class Stepper:
         config: how to train.
     """
 
-    def __init__(self, model: "PreTrainedModel", heads: MedusaHeads, config: TrainConfig) -> None:
+    def __init__(self, model: "PreTrainedModel", heads: DraftHeads, config: TrainConfig) -> None:
         self.base = FrozenBase(model)
         device = self.base.device.type
         precision = "bf16" if device == "cuda" else "no"

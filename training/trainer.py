@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
+from specdec.drafters.draft_heads import DraftHeads
 from specdec.drafters.heads import save_heads
-from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.errors import ConfigError, TrainingError
 from specdec.hub.cache import replace_file
 from specdec.training.batches import BatchOrder, fingerprint, make_batch
@@ -66,7 +66,7 @@ def prepare_out(out: Path, resume: bool) -> None:
 
 def train(
     model: "PreTrainedModel",
-    heads: MedusaHeads,
+    heads: DraftHeads,
     examples: list[Example],
     held_out: list[Example],
     config: TrainConfig,
@@ -190,7 +190,7 @@ class _Run:
         )
 
 
-def _copy(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
+def _copy(heads: DraftHeads, dtype: torch.dtype) -> DraftHeads:
     """The same heads in another dtype."""
     copied = type(heads)(heads.config, device="meta")
     state = {name: tensor.detach().to(dtype) for name, tensor in heads.state_dict().items()}

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from specdec.training.trainer import TrainResult
 
 Report = Callable[[Mapping[str, Any]], None]
+MOST_HELD_OUT = 64
+"""Most prompts that are held out."""
 
 
 @click.group()
@@ -30,8 +32,16 @@ def train() -> None:
 
 @train.command()
 @click.option("--model", default=DEFAULT_MODEL, help="A folder, a hub id, or a name that `specdec pull` knows.")
-@click.option("--data", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Chats.")
+@click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Chats or plain text.")
+@click.option("--prompts", help="A file of prompts, or `self`: the model writes them; it answers them itself.")
+@click.option("--self-distill", is_flag=True, help="The model answers the prompts of --data anew.")
+@click.option("--num-prompts", default=2000, help="How many prompts the model writes with `--prompts self`.")
+@click.option("--answer-tokens", default=256, help="Most tokens of the model's own answers.")
+@click.option("--temperature", default=0.7, help="Of the model's own answers.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Becomes the folder of the heads.")
+@click.option(
+    "--kind", type=click.Choice(["medusa", "hydra"]), default="medusa", help="Hydra's see drafts before them."
+)
 @click.option("--heads", "num_heads", default=4, help="How many heads: tokens that can be drafted in a row.")
 @click.option("--layers", "num_layers", default=1, help="Residual blocks of each head.")
 @click.option("--projection", type=click.Choice(["shared", "own"]), default="shared", help="The base's, or one a head.")
@@ -46,7 +56,7 @@ def train() -> None:
 @click.option("--lr", default=1e-3, help="Peak learning rate.")
 @click.option("--decay", default=0.8, help="The loss of head k counts decay ** k.")
 @click.option("--warmup", default=40, help="Steps of warm-up before the cosine.")
-@click.option("--seed", default=0, help="Of the order of the examples and the choice of the held-out ones.")
+@click.option("--seed", default=0, help="Of the order of the examples, and of the model's own prompts and answers.")
 @click.option("--eval-every", default=100, help="Steps between measurements on held-out examples.")
 @click.option("--save-every", default=100, help="Steps between checkpoints.")
 @click.option(
@@ -55,47 +65,53 @@ def train() -> None:
 @click.option("--device", default="auto", help="auto takes a GPU where there is one.")
 @click.option("--dtype", default="auto", help="Of the heads at the end: auto is float32 on a CPU, bfloat16 on a GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-def medusa(data: Path, **options: Any) -> None:
-    """Train Medusa heads on the answers in --data, and write a heads folder to --out.
+def medusa(**options: Any) -> None:
+    """Train draft heads on answers, and write a heads folder to --out.
 
-    One example in twenty, at most 64, is held out and measured on. Several processes: `accelerate launch
+    The answers are those of --data, or the model's own: to the prompts of --data with --self-distill, or to --prompts.
+    Prompts that the model wrote, and its answers, are kept in --out and found there again by --resume.
+
+    Of twenty prompts one, of all at most 64, are held out and measured on. Several processes: `accelerate launch
     "$(which specdec)" train medusa …`.
     """
-    from specdec.errors import CheckpointError
-    from specdec.training.data import read_examples
+    from specdec.cli.examples import make_examples
+    from specdec.errors import CheckpointError, ConfigError
     from specdec.training.trainer import prepare_out
+
+    if (options["data"] is None) == (options["prompts"] is None):
+        raise ConfigError("give either --data or --prompts")
 
     config = _config(options)
     prepare_out(options["out"], options["resume"])
     loaded = _load_base(options)
     if loaded.tokenizer is None:
-        raise CheckpointError(f"{options['model']}: has no tokenizer, which --data needs")
+        raise CheckpointError(f"{options['model']}: has no tokenizer, which the data needs")
     longest = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or config.batch_tokens
-    examples = read_examples(data, loaded.tokenizer, min(longest, config.batch_tokens))
+    examples = make_examples(loaded, options, min(longest, config.batch_tokens))
     train_medusa(loaded.model, examples, config, options)
 
 
 def train_medusa(
     model: "PreTrainedModel", examples: "list[Example]", config: "TrainConfig", options: Mapping[str, Any]
 ) -> None:
-    """Train new Medusa heads on examples, wherever they come from, and say how it went.
+    """Train new heads on examples, wherever they come from, and say how it went.
 
     Args:
         model: the base, on its device.
         examples: of which some are held out.
         config: how to train.
-        options: the command's out, num_heads, num_layers, projection, resume, dtype, as_json.
+        options: the command's out, kind, num_heads, num_layers, projection, resume, dtype, as_json.
     """
     from accelerate import PartialState
 
     from specdec.llm import resolve_dtype
-    from specdec.training.batches import split_held_out
+    from specdec.training.data import split
     from specdec.training.hidden import new_heads
     from specdec.training.trainer import train as run
 
     dtype = resolve_dtype(options["dtype"], model.device)
-    train_set, held_out = split_held_out(examples, config.seed)
-    heads = new_heads(model, options["num_heads"], options["num_layers"], options["projection"])
+    train_set, held_out = split(examples, min(MOST_HELD_OUT, max(1, len(examples) // 20)))
+    heads = new_heads(model, options["num_heads"], options["num_layers"], options["projection"], options["kind"])
     with _progress(config.steps) as report:
         result = run(
             model,
