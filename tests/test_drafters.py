@@ -291,7 +291,7 @@ def test_scripted_drafters_hold_the_engine_to_the_protocol() -> None:
     ),
     st.integers(1, 6),
 )
-@settings(deadline=None)
+@settings(deadline=None, derandomize=True)
 def test_best_first_equals_brute_force(table: list[list[float]], num_nodes: int) -> None:
     nodes = [c for d in range(1, len(table) + 1) for c in product(*(range(len(head)) for head in table[:d]))]
     size = min(num_nodes - 1, len(nodes))

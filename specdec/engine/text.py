@@ -91,7 +91,7 @@ class IncrementalDetokenizer:
             num_held = min(num_held, _MAX_HELD)
         delta = self._text[len(self._returned) : len(self._text) - num_held]
         self._returned += delta
-        self._num_unread = min(len(self._pending), len(self._text) - len(self._returned))
+        self._num_unread = min(self._num_unread, len(self._text) - len(self._returned))
         return delta
 
     def _cut_window(self) -> str:
