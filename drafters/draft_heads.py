@@ -139,7 +139,8 @@ class DraftHeads(nn.Module):
             [T, K', V].
         """
         if self.projection is None:
-            return lm_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+            logits = lm_head(states.flatten(0, 1))
+            return logits.reshape(*states.shape[:2], logits.shape[-1])
         heads = slice(first, first + states.shape[1])
         logits = torch.bmm(states.transpose(0, 1), self.projection[heads].mT).transpose(0, 1)
         return logits if self.projection_bias is None else logits + self.projection_bias[heads]

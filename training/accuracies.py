@@ -7,12 +7,13 @@ heads read the hidden states of the true text, as they do in decoding where the 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specdec.drafters.choices import Choice, as_choices
+from specdec.drafters.draft_heads import DraftHeads
 from specdec.errors import ConfigError
 from specdec.training.data import Example
 
@@ -46,7 +47,7 @@ class JointRanks:
 
 
 def rank_accuracies(
-    model: "PreTrainedModel", heads: Any, examples: Iterable[Example], num_ranks: int = 10
+    model: "PreTrainedModel", heads: DraftHeads, examples: Iterable[Example], num_ranks: int = 10
 ) -> list[list[float]]:
     """Return how often the candidate of each rank of each head is the right token.
 
@@ -63,15 +64,16 @@ def rank_accuracies(
 
 
 @torch.inference_mode()
-def joint_ranks(model: "PreTrainedModel", heads: Any, examples: Iterable[Example], num_ranks: int = 10) -> JointRanks:
+def joint_ranks(
+    model: "PreTrainedModel", heads: DraftHeads, examples: Iterable[Example], num_ranks: int = 10
+) -> JointRanks:
     """Return the rank of the true token under every head at every answer position.
 
     Memory for scores stays under 64 MiB or one position's, whatever the examples.
 
     Args:
         model: the base, in evaluation mode.
-        heads: `MedusaHeads`, or heads of kind "hydra", which also read the embeddings of the tokens before theirs; on
-            the model's device.
+        heads: draft heads of any kind, on the model's device.
         examples: held-out texts, no longer than the model allows.
         num_ranks: candidates of each head.
 
@@ -184,7 +186,7 @@ def _answers(example: Example) -> Iterator[tuple[int, int]]:
 
 
 def _example_ranks(
-    model: "PreTrainedModel", heads: Any, ids: Tensor, at: Tensor, ends: Tensor, num_ranks: int
+    model: "PreTrainedModel", heads: DraftHeads, ids: Tensor, at: Tensor, ends: Tensor, num_ranks: int
 ) -> Tensor:
     """[n, K] ranks at the positions `at` [n] of a text [T]; answers end at `ends` [n]."""
     hidden = model.base_model(input_ids=ids[None].to(model.device), use_cache=False)[0][0]  # [T, H]
@@ -202,7 +204,7 @@ def _example_ranks(
 
 
 def _chunk_ranks(
-    model: "PreTrainedModel", heads: Any, hidden: Tensor, labels: Tensor, before: Tensor, num_ranks: int
+    model: "PreTrainedModel", heads: DraftHeads, hidden: Tensor, labels: Tensor, before: Tensor, num_ranks: int
 ) -> Tensor:
     dtype = next(heads.parameters()).dtype
     head = model.get_output_embeddings()
@@ -212,11 +214,8 @@ def _chunk_ranks(
         return scores
 
     hidden = hidden.to(dtype)
-    if getattr(heads.config, "kind", "medusa") == "hydra":
-        following = model.get_input_embeddings()(before.to(hidden.device)).to(dtype)  # [n, K, H]
-        logits = heads.project(heads.states(hidden, following), lm_head)
-    else:
-        logits = heads(hidden, lm_head)
+    following = model.get_input_embeddings()(before.to(hidden.device)).to(dtype)  # [n, K, H]
+    logits = heads.project(heads.states(hidden, following), lm_head)
     candidates = logits.float().topk(num_ranks).indices.cpu()  # [n, K, ranks], as the drafter takes them
     hits = candidates == labels[..., None]
     return torch.where(hits.any(-1), hits.int().argmax(-1), MISS)

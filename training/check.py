@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from specdec.drafters.draft_heads import DraftHeads
 from specdec.errors import ConfigError
 from specdec.outputs import Completion
 from specdec.training.accuracies import expected_tau, joint_ranks, replayed_tau
@@ -53,7 +54,7 @@ def prompts_of(examples: Iterable[Example], limit: int) -> list[list[int]]:
 def check_tau(
     ask: Ask,
     model: "PreTrainedModel",
-    heads: Any,
+    heads: DraftHeads,
     tree: Sequence[Sequence[int]],
     prompts: list[list[int]],
 ) -> TauCheck:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.drafters.choices import Choice, best_first_choices, most_accepted_choices
+from specdec.drafters.draft_heads import DraftHeads
 from specdec.errors import ConfigError
 from specdec.training.accuracies import accuracies_of, path_counts
 
@@ -95,21 +95,20 @@ def fastest_size(sizes: TreeSizes, seconds: Callable[[int], float], most: int) -
 
 
 @torch.inference_mode()
-def draft_seconds(heads: Any, lm_head: Callable[[Tensor], Tensor]) -> float:
+def draft_seconds(heads: DraftHeads, lm_head: Callable[[Tensor], Tensor]) -> float:
     """Return the median time in which the heads score one position and rank the candidates: no cost table holds it.
 
     Args:
-        heads: `MedusaHeads`, or heads of kind "hydra", whose states then follow one path of embeddings.
+        heads: draft heads; Hydra's states follow one path of embeddings.
         lm_head: the base's head, [R, H] to [R, V].
     """
     weight = next(heads.parameters())
     hidden = torch.zeros(1, heads.config.hidden_size, device=weight.device, dtype=weight.dtype)
     following = hidden.expand(1, heads.config.num_heads, -1)
-    hydra = getattr(heads.config, "kind", "medusa") == "hydra"
     times = []
     for _ in range(_WARMUPS + _TIMED):
         start = time.perf_counter()
-        logits = heads.project(heads.states(hidden, following), lm_head) if hydra else heads(hidden, lm_head)
+        logits = heads.project(heads.states(hidden, following), lm_head)
         logits.float().topk(min(10, logits.shape[-1])).indices.cpu()  # waits for the device, as the drafter does
         times.append(time.perf_counter() - start)
     return sorted(times[_WARMUPS:])[_TIMED // 2]
