@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 """Prompts that the model answers together."""
+PROMPT_TOKENS = 128
+"""Most tokens of a prompt that the model writes; one that doesn't end by then is left out."""
 
 
 def make_examples(loaded: "Loaded", options: Mapping[str, Any], max_len: int) -> "list[Example]":
@@ -77,8 +79,8 @@ def _prompts(llm: "LLM", options: Mapping[str, Any]) -> "list[Messages]":
     if kept.exists():
         return read_prompts(kept)
     assert llm.tokenizer is not None
-    ask = _ask(llm, options["answer_tokens"], 1.0, options["seed"])
-    found = self_prompts(ask, llm.tokenizer, options["num_prompts"], batch=4 * AT_ONCE)
+    ask, wanted = _ask(llm, PROMPT_TOKENS, 1.0, options["seed"]), options["num_prompts"]
+    found = self_prompts(ask, llm.tokenizer, wanted, batch=min(4 * AT_ONCE, max(8, wanted)))
     write_prompts(kept, found)
     return found
 
