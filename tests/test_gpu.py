@@ -1,4 +1,4 @@
-"""The same engine on a GPU, with the torch references: float64 tokens are those of the CPU."""
+"""The same engine on a GPU: float64 tokens are those of the CPU, bf16 tokens don't depend on how they were made."""
 
 import pytest
 import torch
@@ -39,3 +39,19 @@ def test_a_gpu_is_the_default_and_bf16_its_dtype(folder) -> None:  # type: ignor
     llm = LLM(folder)
     assert (llm.engine.model.device.type, llm.engine.model.dtype) == ("cuda", torch.bfloat16)
     assert len(llm.generate("hello", SamplingParams(max_new_tokens=8))[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "random", "medusa"])
+def test_bf16_tokens_depend_on_neither_drafter_nor_batch_nor_capture(name: str) -> None:
+    model = tiny_llama(dtype=torch.bfloat16).to("cuda")
+    alone = [outputs(run(make_engine(model), [p], [a]))[0] for p, a in zip(PROMPTS, asks(), strict=True)]
+    for cuda_graphs in (True, False):
+        drafters: dict[str, Drafter | None] = {
+            "none": None,
+            "ngram": NGramDrafter(),
+            "random": RandomDrafter(),
+            "medusa": random_medusa(model),
+        }
+        engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs)
+        assert (engine.graphs is not None) == (cuda_graphs and name != "random")
+        assert outputs(run(engine, PROMPTS, asks())) == alone
