@@ -156,11 +156,13 @@ def capture(step: DeviceStep, lengths: Tensor, beside: Captured | None = None) -
         return Captured(step)
     kept = lengths.clone()
     lengths.zero_()
-    step()
-    torch.cuda.empty_cache()  # a capture begins with it: what it frees is not the graph's
-    before = torch.cuda.memory_reserved(lengths.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=beside.graph.pool() if beside and beside.graph else None):
+    try:
         step()
-    lengths.copy_(kept)
+        torch.cuda.empty_cache()  # a capture begins with it: what it frees is not the graph's
+        before = torch.cuda.memory_reserved(lengths.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=beside.graph.pool() if beside and beside.graph else None):
+            step()
+    finally:
+        lengths.copy_(kept)
     return Captured(step, graph, torch.cuda.memory_reserved(lengths.device) - before)
