@@ -125,7 +125,7 @@ class DraftHeads(nn.Module):
         Returns:
             [T, K', H].
         """
-        raise NotImplementedError
+        raise NotImplementedError  # the kinds differ in this alone
 
     def project(self, states: Tensor, lm_head: Callable[[Tensor], Tensor], first: int = 0) -> Tensor:
         """Return the logits of some heads.

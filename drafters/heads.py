@@ -8,7 +8,7 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +26,8 @@ from specdec.hub.cache import replace_file
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+H = TypeVar("H", MedusaHeads, HydraHeads)
+
 __all__ = [
     "DraftHeads",
     "HeadsConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "base_fingerprint",
     "heads_kind",
     "load_heads",
+    "load_heads_of",
     "make_heads",
     "save_config",
     "save_heads",
@@ -133,6 +136,23 @@ def load_heads(
     heads = make_heads(config, device="meta")
     heads.load_state_dict(state, assign=True)
     return heads if target is None else heads.to(target.device, target.dtype)
+
+
+def load_heads_of(kind: type[H], path: str | Path, target: DraftTarget, **how: bool) -> H:
+    """Load heads as `load_heads` does, and check that they are of one kind.
+
+    Args:
+        kind: their class.
+        path, target: as for `load_heads`.
+        how: its keyword arguments.
+
+    Raises:
+        CheckpointError: as `load_heads`, or they are of another kind.
+    """
+    heads = load_heads(path, target, **how)
+    if not isinstance(heads, kind):
+        raise CheckpointError(f'{path}: holds {heads.config.kind} heads; draft with "{heads.config.kind}:{path}"')
+    return heads
 
 
 def heads_kind(path: str | Path) -> str:

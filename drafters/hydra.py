@@ -12,11 +12,11 @@ from torch import Tensor
 
 from specdec.drafters.choices import Choice
 from specdec.drafters.coupling import coupled_scores
-from specdec.drafters.heads import load_heads
+from specdec.drafters.heads import load_heads_of
 from specdec.drafters.hydra_heads import HydraHeads
 from specdec.drafters.protocol import DraftQuery, DraftTarget, Observation
 from specdec.drafters.static_tree import StaticTree
-from specdec.errors import CheckpointError, ConfigError
+from specdec.errors import ConfigError
 from specdec.verifier.tree import TokenTree
 
 
@@ -113,7 +113,5 @@ def load_hydra(
         CheckpointError: the heads can't be read, are of another kind, or belong to another model.
         ConfigError: an option is out of bounds.
     """
-    heads = load_heads(path, target, allow_pickle=allow_pickle, check_base=check_base)
-    if not isinstance(heads, HydraHeads):
-        raise CheckpointError(f'{path}: holds {heads.config.kind} heads; draft with "{heads.config.kind}:{path}"')
+    heads = load_heads_of(HydraHeads, path, target, allow_pickle=allow_pickle, check_base=check_base)
     return HydraDrafter(heads, target, tree, max_nodes)

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from specdec.drafters.choices import Choice, best_first_choices
 from specdec.drafters.coupling import coupled_scores
-from specdec.drafters.heads import load_heads
+from specdec.drafters.heads import load_heads_of
 from specdec.drafters.medusa_device import DeviceTree
 from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget, Observation
 from specdec.drafters.static_tree import StaticTree
-from specdec.errors import CheckpointError
 from specdec.verifier.tree import TokenTree, chain_parents
 
 __all__ = ["MedusaDrafter", "best_first_choices", "load_medusa"]
@@ -132,7 +131,5 @@ def load_medusa(
         CheckpointError: the heads can't be read, are of another kind, or belong to another model.
         ConfigError: an option is out of bounds.
     """
-    heads = load_heads(path, target, allow_pickle=allow_pickle, check_base=check_base)
-    if not isinstance(heads, MedusaHeads):
-        raise CheckpointError(f'{path}: holds {heads.config.kind} heads; draft with "{heads.config.kind}:{path}"')
+    heads = load_heads_of(MedusaHeads, path, target, allow_pickle=allow_pickle, check_base=check_base)
     return MedusaDrafter(heads, target, tree, max_nodes)

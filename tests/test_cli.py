@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from specdec import LLM, SamplingParams, __version__
 from specdec.cli.demo_prompts import PROMPTS
 from specdec.cli.main import main
-from specdec.engine.capturable import eager_parameters
+from specdec.engine.capturable import EAGER_PARAMETERS
 from specdec.errors import DownloadError, OutOfBlocks
 from specdec.kernels.ops import triton_ops
 from specdec.models.decoder import Decoder
@@ -102,7 +102,7 @@ def test_info_says_what_would_be_captured(invoke: Invoke, monkeypatch: pytest.Mo
     facts = json.loads(invoke("info", "--json").stdout)
     assert facts["device"] == "cuda (H100)" and facts["steps"].startswith("captured")
     assert facts["kernels"] == "triton: a token's bits don't depend on its batch"
-    assert all(name in facts["eager"] for name in eager_parameters()) and "rule typical" in facts["eager"]
+    assert all(name in facts["eager"] for name in EAGER_PARAMETERS) and "rule typical" in facts["eager"]
     assert "drafters none, ngram, medusa; rule coupled" in facts["captured"] and "llama" in facts["captured"]
     assert "drafters hydra, draft_model, early_exit, ngram+…;" in facts["eager"]
     facts = json.loads(invoke("info", "--json", "--no-deterministic").stdout)

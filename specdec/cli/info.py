@@ -76,7 +76,7 @@ def _kernels(device: "torch.device", dtype: "torch.dtype", deterministic: bool) 
 def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     """Whether decode steps would be captured, and what that depends on besides the device."""
     from specdec.drafters.registry import DRAFTERS, drafts_on_device
-    from specdec.engine.capturable import eager_parameters
+    from specdec.engine.capturable import EAGER_PARAMETERS
     from specdec.kernels.ops import TORCH_OPS, choose_ops
     from specdec.models.families import FAMILIES
     from specdec.verifier.rules import RULES, CoupledRule
@@ -92,7 +92,7 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
         "steps": "captured, where nothing below is eager" if able else "eager: captured steps need Triton's kernels",
         "captured": f"models {', '.join(FAMILIES)}; drafters {names(drafters, True)}; rule {names(rules, True)}",
         "eager": f"other models; drafters {names(drafters, False)}; rule {names(rules, False)}; parameters "
-        + ", ".join(eager_parameters()),
+        + ", ".join(EAGER_PARAMETERS),
     }
 
 

@@ -21,14 +21,14 @@ def why_no_graph(model: PackedModel, drafter: Drafter, rule: AcceptanceRule) -> 
 
 def why_eager(request: Request) -> str | None:
     """Return why a request can't be part of a captured step, or None if it can."""
-    for name in _PROCESSING:
+    for name in EAGER_PARAMETERS:
         if getattr(request.params, name) != getattr(_PLAIN, name):
             return name
     return "scores or logits are kept" if request.keep_scores or request.keep_logits else None
 
 
 _PLAIN = SamplingParams()
-_PROCESSING = (
+EAGER_PARAMETERS = (
     "logprobs",
     "min_new_tokens",
     "repetition_penalty",
@@ -42,8 +42,3 @@ _PROCESSING = (
     "logits_processors",
 )
 """Parameters that a captured step has no kernel for."""
-
-
-def eager_parameters() -> tuple[str, ...]:
-    """Return the names of the parameters that `why_eager` looks at."""
-    return _PROCESSING
