@@ -30,7 +30,8 @@ class Tile:
 def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1) -> Tile:
     """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k].
 
-    Measured on an H100 with weights that come from memory: `benchmarks/kernels_gpu.py products --search` tries many.
+    The fastest of `benchmarks/results/products_h100.json`, where weights come from memory: `kernels_gpu.py products
+    --search` tries many.
     """
     if num_rows > 64:
         return Tile(128, 256, 64, 8, 3) if num_weights == 1 else Tile(128, 128, 64, 8, 4)

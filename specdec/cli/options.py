@@ -28,7 +28,7 @@ def model_options(command: F) -> F:
 
 def deterministic_option(command: F) -> F:
     """Add --deterministic/--no-deterministic, as in `EngineConfig`."""
-    text = "On a GPU a token's bits don't depend on its batch; or whatever is faster."
+    text = "On a GPU a token's bits don't depend on its batch; or the library's products."
     return click.option("--deterministic/--no-deterministic", default=True, show_default=True, help=text)(command)
 
 

@@ -21,7 +21,7 @@ class EngineConfig:
         max_num_batched_tokens: most rows a forward; longer prompts are run in chunks.
         max_nodes: most tree nodes a sequence, root included, 1 to 64.
         deterministic: on a GPU a token's bits don't depend on what else is in the batch, so that speculative, batched
-            and plain decoding agree in bf16 too; False takes whatever kernel is faster.
+            and plain decoding agree in bf16 too; False takes the library's products for many rows.
         cuda_graphs: on a GPU capture decode steps, where everything that they need can be captured.
 
     Raises:
