@@ -32,7 +32,12 @@ from tests.medusa import random_medusa, walking_medusa, walking_model
 pytestmark = pytest.mark.gpu if ON_GPU else []
 PROMPTS = [[5, 6, 7, 5, 6], [3], [11, 12] * 3]
 GREEDY = [SamplingParams(max_new_tokens=5)] * 3
-SIZE: dict[str, object] = {"dtype": torch.float32, "num_hidden_layers": 1, "num_key_value_heads": 1}
+SIZE: dict[str, object] = {
+    "dtype": torch.float32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 BUSH = [(1,), (0,), (0, 1), (0, 0), (0, 0, 0)]  # the best path is nodes 2, 4, 5: what is accepted has to move
 
 
