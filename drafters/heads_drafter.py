@@ -45,6 +45,7 @@ class HeadsDrafter:
         target: the model that the heads read.
     """
 
+    name: str
     reads_hidden = True
     chains_only = False
 
