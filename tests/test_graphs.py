@@ -135,7 +135,7 @@ def test_right_heads_are_believed(tree: list[tuple[int, ...]], kind: str) -> Non
 def test_a_request_waits_a_few_captured_steps_at_most() -> None:
     """Every admission takes an eager step; a crowd would otherwise run eagerly nearly all the time."""
     engine = graph_engine()
-    first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=40))
+    first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=ADMIT_EVERY + 8))
     for _ in range(3):
         engine.step()
     second, waited = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=3)), 0
@@ -175,7 +175,8 @@ def test_a_stop_costs_one_step_and_blocks_return() -> None:
         assert request.tokens[request.prompt_len :] == tokens[: tokens.index(tokens[3]) + 1]
 
 
-def test_requests_join_and_leave() -> None:
+def test_requests_join_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.engine.graphs.ADMIT_EVERY", 1)
     want = plain(GREEDY)
     engine = graph_engine(max_num_seqs=2)
     first = engine.add(PROMPTS[0], GREEDY[0])
