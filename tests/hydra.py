@@ -11,8 +11,10 @@ from specdec.drafters.hydra_heads import HydraHeads
 from tests.medusa import CHOICES, SIZE, successor, target_of
 
 
-def random_hydra(model: PreTrainedModel, num_heads: int = 3) -> HydraDrafter:
-    """Random heads with the base's own projection: nearly always wrong, never harmful."""
+def random_hydra(model: PreTrainedModel, num_heads: int = 3, draft_vocab: int | None = None) -> HydraDrafter:
+    """Random heads with the base's own projection: nearly always wrong, never harmful. A draft vocabulary is of the
+    tokens 1, 4, 7, ….
+    """
     target = target_of(model)
     config = HeadsConfig(
         kind="hydra",
@@ -22,12 +24,15 @@ def random_hydra(model: PreTrainedModel, num_heads: int = 3) -> HydraDrafter:
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         projection="shared",
+        draft_vocab=draft_vocab,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         heads = HydraHeads(config, target.device, target.dtype).requires_grad_(False)
         for parameter in heads.parameters():
             torch.nn.init.normal_(parameter)
+    if heads.token_ids is not None:
+        heads.token_ids.mul_(3).add_(1)
     return HydraDrafter(heads, target, CHOICES)
 
 

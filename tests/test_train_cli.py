@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 
 from specdec import LLM, SamplingParams
 from specdec.cli.main import main
+from specdec.drafters.heads import load_heads
 from specdec.training import checkpoint
 
 
@@ -50,6 +51,20 @@ def test_trains_resumes_and_drafts(folder: Path, data: Path, tmp_path: Path) -> 
     assert resumed.exit_code == 0 and f"heads in {out}" in resumed.stdout
     other = train(folder, data, out, "--resume", "--lr", "0.5")
     assert other.exit_code == 2 and "lr 0.001, not 0.5" in other.output
+
+
+def test_heads_of_a_draft_vocabulary(folder: Path, data: Path, tmp_path: Path) -> None:
+    for kind in ("medusa", "hydra"):
+        out = tmp_path / kind
+        result = train(folder, data, out, "--kind", kind, "--draft-vocab", "14", "--json")
+        assert result.exit_code == 0, result.output
+        heads = load_heads(out)
+        assert heads.config.draft_vocab == 14 and heads.token_ids is not None
+        assert {ord(digit) - 32 for digit in "0123456789"} <= set(heads.token_ids.tolist())
+        answers = [LLM(folder, d, device="cpu").generate("3 4 5") for d in ("none", str(out))]
+        assert answers[0][0].token_ids == answers[1][0].token_ids
+    too_many = train(folder, data, tmp_path / "other", "--draft-vocab", "97")
+    assert too_many.exit_code == 2 and "1 to 96 tokens" in too_many.output
 
 
 def invoke(folder: Path, out: Path, *args: str) -> Result:

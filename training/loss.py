@@ -18,12 +18,14 @@ LMHead = Callable[[Tensor], Tensor]
 class HeadsLoss(nn.Module):
     """Cross-entropy of heads, those of head k times decay ** k, each the mean over its labels.
 
+    Labels outside the heads' draft vocabulary count as 0.
+
     The vocabulary is projected for a few rows at a time, and again in the backward pass, so that memory grows neither
     with rows × V nor, beyond a hidden state a head, with rows.
 
     Args:
         heads: what is trained; the module's only parameters.
-        lm_head: the base's head, [R, H] to [R, V], for heads with a shared projection.
+        lm_head: the base's head, for heads with a shared projection: as for `DraftHeads.project`.
         decay: of the loss from one head to the next.
         chunk_logits: most logits held at once.
 
@@ -35,7 +37,7 @@ class HeadsLoss(nn.Module):
         self.heads = heads
         self._lm_head = lm_head
         num_heads = heads.config.num_heads
-        self.chunk_rows = max(1, chunk_logits // (num_heads * heads.config.vocab_size))
+        self.chunk_rows = max(1, chunk_logits // (num_heads * heads.config.num_columns))
         self._decays = [decay**k for k in range(num_heads)]
 
     def forward(
@@ -74,9 +76,13 @@ class HeadsLoss(nn.Module):
 
     def _sums(self, states: Tensor, labels: Tensor) -> Tensor:
         """The cross-entropy of each head summed over a few rows, [K]."""
-        logits = self.logits(states)
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
-        return losses.view_as(labels).sum(0)
+        return self.losses(self.logits(states), labels).sum(0)
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross-entropy [R, K] of logits [R, K, V] at labels [R, K], 0 where a label isn't scored."""
+        columns = self.heads.columns_of(labels, IGNORE).flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), columns, ignore_index=IGNORE, reduction="none")
+        return losses.view_as(labels)
 
 
 def chunks(states: Tensor, labels: Tensor, num_rows: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -193,6 +193,6 @@ class _Run:
 def _copy(heads: DraftHeads, dtype: torch.dtype) -> DraftHeads:
     """The same heads in another dtype."""
     copied = type(heads)(heads.config, device="meta")
-    state = {name: tensor.detach().to(dtype) for name, tensor in heads.state_dict().items()}
+    state = {name: tensor.detach() for name, tensor in heads.state_dict().items()}
     copied.load_state_dict(state, assign=True)
-    return copied
+    return copied.to(dtype)

@@ -45,6 +45,7 @@ def train() -> None:
 @click.option("--heads", "num_heads", default=4, help="How many heads: tokens that can be drafted in a row.")
 @click.option("--layers", "num_layers", default=1, help="Residual blocks of each head.")
 @click.option("--projection", type=click.Choice(["shared", "own"]), default="shared", help="The base's, or one a head.")
+@click.option("--draft-vocab", type=click.IntRange(min=1), help="Score the N most frequent answer tokens alone.")
 @click.option(
     "--base-precision",
     type=click.Choice(["auto", "fp32", "bf16", "int8", "nf4"]),
@@ -100,7 +101,7 @@ def train_medusa(
         model: the base, on its device.
         examples: of which some are held out.
         config: how to train.
-        options: the command's out, kind, num_heads, num_layers, projection, resume, dtype, as_json.
+        options: the command's out, kind, num_heads, num_layers, projection, draft_vocab, resume, dtype, as_json.
     """
     from accelerate import PartialState
 
@@ -108,10 +109,19 @@ def train_medusa(
     from specdec.training.data import split
     from specdec.training.hidden import new_heads
     from specdec.training.trainer import train as run
+    from specdec.training.vocab import frequent_tokens
 
     dtype = resolve_dtype(options["dtype"], model.device)
     train_set, held_out = split(examples, min(MOST_HELD_OUT, max(1, len(examples) // 20)))
-    heads = new_heads(model, options["num_heads"], options["num_layers"], options["projection"], options["kind"])
+    count = options["draft_vocab"]
+    heads = new_heads(
+        model,
+        options["num_heads"],
+        options["num_layers"],
+        options["projection"],
+        options["kind"],
+        None if count is None else frequent_tokens(train_set, count, len(model.get_output_embeddings().weight)),
+    )
     with _progress(config.steps) as report:
         result = run(
             model,

@@ -108,9 +108,8 @@ def _check_usage(options: dict[str, Any], check: bool) -> None:
 
 
 def _load(options: dict[str, Any]) -> _Loaded:
-    from specdec.build import cost_key
-    from specdec.drafters.heads import WEIGHTS_FILE, base_fingerprint, load_heads
-    from specdec.drafters.protocol import DraftTarget
+    from specdec.build import cost_key, draft_target
+    from specdec.drafters.heads import WEIGHTS_FILE, load_heads
     from specdec.engine.cost import find_table, read_table
     from specdec.hub.load import load
     from specdec.llm import resolve_device, resolve_dtype
@@ -131,10 +130,7 @@ def _load(options: dict[str, Any]) -> _Loaded:
             f"{options['device_costs']} was measured for {table.model!r}, another model; "
             "run `specdec tune` for this one"
         )
-    packed = make_target(base.model, options["deterministic"])
-    target = DraftTarget(
-        packed.hidden_size, packed.vocab_size, packed.device, packed.dtype, packed.logits, base_fingerprint(base.model)
-    )
+    target = draft_target(base.model, make_target(base.model, options["deterministic"]))
     heads = load_heads(folder, target).requires_grad_(False)
     table = find_table(key) if table is None else table
     return _Loaded(base, target, heads, table, options["deterministic"])
@@ -157,17 +153,17 @@ def _measure(
     from specdec.training.trees import trees_from_accuracies, trees_from_ranks
 
     if given is None:
-        num_ranks = min(NUM_RANKS, loaded.target.vocab_size)
+        num_ranks = min(NUM_RANKS, loaded.heads.config.num_columns)
         ranks = joint_ranks(loaded.base.model, loaded.heads, examples, num_ranks).ranks
         return trees_from_ranks(ranks, num_ranks, MAX_NODES), {
             "positions": len(ranks),
             "accuracies": accuracies_of(ranks, num_ranks),
         }
-    num_heads, vocab_size = loaded.heads.config.num_heads, loaded.target.vocab_size
-    if len(given) != num_heads or max(map(len, given)) > vocab_size:
+    num_heads, num_tokens = loaded.heads.config.num_heads, loaded.heads.config.num_columns
+    if len(given) != num_heads or max(map(len, given)) > num_tokens:
         raise ConfigError(
             f"the accuracies are of {len(given)} heads and up to {max(map(len, given))} ranks; these are {num_heads} "
-            f"heads over {vocab_size} tokens"
+            f"heads over {num_tokens} tokens"
         )
     return trees_from_accuracies(given, MAX_NODES), {"positions": None, "accuracies": given}
 
@@ -180,7 +176,7 @@ def _choose(loaded: _Loaded, sizes: "TreeSizes", nodes: int | None) -> tuple[int
     if table is None:
         default = 16 if loaded.target.device.type == "cpu" else MAX_NODES
         return min(nodes or default, len(sizes.taus)), {}
-    drafting = draft_seconds(loaded.heads, loaded.target.lm_head)
+    drafting = draft_seconds(loaded.heads, loaded.target.head_for(loaded.heads.token_ids))
 
     def seconds(n: int) -> float:
         return table.seconds(1, n, CONTEXT) + (drafting if n > 1 else 0.0)
