@@ -39,7 +39,9 @@ def test_trains_resumes_and_drafts(folder: Path, data: Path, tmp_path: Path) -> 
     result = train(folder, data, out, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["steps"] == 4 and found["out"] == str(out) and len(found["top1"]) == 2
+    assert (
+        found["peak_bytes"] > 1 << 20 and found["steps"] == 4 and found["out"] == str(out) and len(found["top1"]) == 2
+    )
     assert "step 4" in result.stderr
     prompts = ["count from 3", "hello"]
     params = SamplingParams(max_new_tokens=9)

@@ -213,10 +213,12 @@ def _print_result(result: "TrainResult", steps: int, out: Path, as_json: bool) -
         measured = {"top1": found.top(1), "top5": found.top(5), "accuracies": found.accuracies} if found else {}
         loss = None if math.isnan(result.loss) else result.loss
         line = {"out": str(out), "steps": steps, "loss": loss, "skipped": result.num_skipped}
+        line |= {"peak_bytes": result.peak_bytes}
         click.echo(json.dumps(line | measured | {"plot": result.plotted}))
         return
     if found is not None:
         click.echo(_accuracies(found.top(1), found.top(5)))
+    click.echo(f"peak memory {result.peak_bytes / 1e9:.2f} GB")
     if result.num_skipped:
         click.echo(f"{result.num_skipped} batches had no answer token and were skipped")
     if not result.plotted:
