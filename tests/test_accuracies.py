@@ -194,7 +194,10 @@ def test_tau_is_what_the_engine_measures(wide: bool, draft_vocab: int | None) ->
         engine = make_engine(model, MedusaDrafter(heads, target, tree))
         return [r.completion() for r in run(engine, prompts, [SamplingParams(max_new_tokens=90)] * len(prompts))]
 
-    found = check_tau(ask, model, heads, tree, [list(walk(4, start)) for start in (5, 50, 70)])
+    found = check_tau(
+        ask, model, heads, tree, [(list(walk(4, start)), kind) for start, kind in ((5, "a"), (50, "b"), (70, "a"))]
+    )
+    assert list(found.by_category) == ["a", "b"] and min(found.by_category.values()) > 1
     assert found.num_tokens == 270 and found.measured > 1.1
     assert found.predicted == pytest.approx(found.measured, rel=1e-12) and abs(found.difference) < 1e-9
     assert found.expected == pytest.approx(found.measured, rel=0.03 if wide else 0.2)
@@ -202,7 +205,7 @@ def test_tau_is_what_the_engine_measures(wide: bool, draft_vocab: int | None) ->
 
 def test_prompts_stand_before_the_answers() -> None:
     examples = [Example((1, 2, 3), (False, False, True)), Example((4, 5), (True, True)), Example((6,), (False,))]
-    assert prompts_of(examples * 2, 64) == [[1, 2]] * 2 and prompts_of(examples * 2, 1) == [[1, 2]]
+    assert prompts_of(examples * 2, 64) == [([1, 2], "")] * 2 and prompts_of(examples * 2, 1) == [([1, 2], "")]
     with pytest.raises(ConfigError, match="no held-out text has a prompt"):
         prompts_of(examples[1:], 64)
 

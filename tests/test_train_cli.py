@@ -36,13 +36,16 @@ def train(folder: Path, data: Path, out: Path, *args: str) -> Result:
 
 def test_trains_resumes_and_drafts(folder: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "heads"
-    result = train(folder, data, out, "--json")
+    result = train(folder, data, out, "--json", "--licence", "MIT")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (
         found["peak_bytes"] > 1 << 20 and found["steps"] == 4 and found["out"] == str(out) and len(found["top1"]) == 2
     )
     assert "step 4" in result.stderr
+    card = (out / "README.md").read_text()
+    assert f"specdec train medusa --model={folder}" in card and "the answers in chats.jsonl" in card
+    assert "| 1 | " in card and "| licence | MIT |" in card and "4 steps of at most 128 tokens" in card
     prompts = ["count from 3", "hello"]
     params = SamplingParams(max_new_tokens=9)
     answers = [LLM(folder, d, device="cpu").generate(prompts, params) for d in ("none", str(out))]

@@ -63,6 +63,7 @@ def train() -> None:
 @click.option(
     "--resume", is_flag=True, help="Go on from the last checkpoint in --out; from the start if none is there."
 )
+@click.option("--licence", help="Of the heads, for their card; by default the base's.")
 @click.option("--device", default="auto", help="auto takes a GPU where there is one.")
 @click.option("--dtype", default="auto", help="Of the heads at the end: auto is float32 on a CPU, bfloat16 on a GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
@@ -101,11 +102,14 @@ def train_medusa(
         model: the base, on its device.
         examples: of which some are held out.
         config: how to train.
-        options: the command's out, kind, num_heads, num_layers, projection, draft_vocab, resume, dtype, as_json.
+        options: the command's out, kind, num_heads, num_layers, projection, draft_vocab, resume, dtype, as_json,
+            and what the heads' card tells of: model, licence and where the data come from.
     """
     from accelerate import PartialState
 
     from specdec.llm import resolve_dtype
+    from specdec.training.card import add_facts
+    from specdec.training.checkpoint import writing
     from specdec.training.data import split
     from specdec.training.hidden import new_heads
     from specdec.training.trainer import train as run
@@ -135,7 +139,47 @@ def train_medusa(
             report=report,
         )
     if PartialState().is_main_process:
+        with writing(options["out"]):
+            facts = _card_facts(options, train_set, held_out, config, result)
+            add_facts(options["out"], heads.config, training=facts)
         _print_result(result, config.steps, options["out"], options["as_json"])
+
+
+def _card_facts(
+    options: Mapping[str, Any],
+    train_set: "list[Example]",
+    held_out: "list[Example]",
+    config: "TrainConfig",
+    result: "TrainResult",
+) -> dict[str, Any]:
+    """What the heads' card says of their training."""
+    from specdec.cli.options import given_command
+    from specdec.hub.known import KNOWN_MODELS
+
+    known = KNOWN_MODELS.get(options["model"])
+    facts: dict[str, Any] = {
+        "base": known.title if known else Path(options["model"]).name,
+        "licence": options["licence"] or (known.licence if known else "that of the base"),
+        "command": given_command(),
+        "data": _recipe(options),
+        "examples": len(train_set),
+        "held_out": len(held_out),
+        "labels": sum(sum(example.answer) for example in train_set),
+        "peak_bytes": result.peak_bytes,
+    }
+    facts |= {name: getattr(config, name) for name in ("steps", "batch_tokens", "lr", "decay", "seed")}
+    found = result.evaluation
+    return facts | ({} if found is None else {"top1": found.top(1), "top5": found.top(5)})
+
+
+def _recipe(options: Mapping[str, Any]) -> str:
+    """Where the examples come from, in words."""
+    file = options["data"] or options["prompts"]
+    if options["prompts"] is None and not options["self_distill"]:
+        return f"the answers in {Path(file).name}"
+    prompts = "prompts that the model wrote itself" if file == "self" else f"the prompts of {Path(file).name}"
+    how = f"at temperature {options['temperature']}, at most {options['answer_tokens']} tokens each"
+    return f"{prompts}, answered by the model itself {how}"
 
 
 def _config(options: Mapping[str, Any]) -> "TrainConfig":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specdec.drafters.protocol import DraftTarget
     from specdec.engine.cost import CostTable
     from specdec.hub.load import Loaded
-    from specdec.training.check import TauCheck
+    from specdec.training.check import Prompt, TauCheck
     from specdec.training.data import Example
     from specdec.training.trees import TreeSizes
 
@@ -85,6 +85,8 @@ def tree(as_json: bool, check: bool, **options: Any) -> None:
         _store(loaded, choices, options["folder"])
     with console.status("answering the held-out prompts"):
         found = _check(loaded, choices, options["folder"], prompts) if prompts and choices else None
+    if found:
+        _add_to_card(loaded, choices, options["folder"], found, len(prompts))
     facts = source | {
         "nodes": nodes,
         "tree": choices,
@@ -195,7 +197,7 @@ def _store(loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path) -> Non
         raise ConfigError(f"can't write the tree to {folder}: {error}; nothing was changed") from error
 
 
-def _check(loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path, prompts: list[list[int]]) -> "TauCheck":
+def _check(loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path, prompts: "list[Prompt]") -> "TauCheck":
     """Compare predicted and measured τ, with the engine as anyone gets it who names the folder."""
     from specdec.llm import LLM
     from specdec.params import SamplingParams
@@ -210,6 +212,18 @@ def _check(loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path, prompt
     )
     params = SamplingParams(max_new_tokens=CHECK_TOKENS)
     return check_tau(lambda ids: llm.generate(ids, params), loaded.base.model, loaded.heads, choices, prompts)
+
+
+def _add_to_card(
+    loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path, found: "TauCheck", num_prompts: int
+) -> None:
+    from specdec.training.card import add_facts
+
+    facts = {"nodes": 1 + len(choices), "prompts": num_prompts} | asdict(found)
+    try:
+        add_facts(folder, loaded.heads.config, tau=facts)
+    except OSError as error:
+        raise ConfigError(f"can't write the model card to {folder}: {error}; the tree is stored") from error
 
 
 def _print(console: "Console", facts: dict[str, Any], found: "TauCheck | None") -> None:
@@ -241,3 +255,5 @@ def _print(console: "Console", facts: dict[str, Any], found: "TauCheck | None") 
             f"τ predicted {found.predicted:.3f}, measured {found.measured:.3f} ({found.difference:+.1%}) over "
             f"{found.num_tokens} tokens; mean over all positions {found.expected:.3f}"
         )
+        if found.by_category:
+            click.echo("measured by category: " + ", ".join(f"{c} {tau:.2f}" for c, tau in found.by_category.items()))
