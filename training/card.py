@@ -23,8 +23,8 @@ def add_facts(folder: Path, config: HeadsConfig, **facts: Mapping[str, Any]) -> 
         folder: the heads' folder.
         config: theirs.
         facts: `training` with base, licence, command, data, examples, held_out, labels, steps, batch_tokens, lr, decay,
-            seed, peak_bytes and, if there were held-out examples, top1 and top5; or `tau` with nodes, prompts,
-            num_tokens, predicted, measured and by_category.
+            soft_labels, seed, peak_bytes and, if there were held-out examples, top1 and top5; or `tau` with nodes,
+            prompts, num_tokens, predicted, measured and by_category.
 
     Raises:
         CheckpointError: the facts that are there can't be read.
@@ -78,6 +78,7 @@ alone would say; the heads change the speed.
 
 
 def _training(facts: Mapping[str, Any]) -> str:
+    soft = ", soft labels" if facts["soft_labels"] else ""
     text = f"""## Training
 
 ```sh
@@ -87,7 +88,7 @@ def _training(facts: Mapping[str, Any]) -> str:
 - Data: {facts["data"]}. {facts["examples"]} examples with {facts["labels"]} answer tokens, {facts["held_out"]} more \
 held out.
 - {facts["steps"]} steps of at most {facts["batch_tokens"]} tokens, AdamW, learning rate {facts["lr"]}, loss of \
-head k × {facts["decay"]}^k, seed {facts["seed"]}; the base stayed as it was.
+head k × {facts["decay"]}^k{soft}, seed {facts["seed"]}; the base stayed as it was.
 - Peak memory {facts["peak_bytes"] / 1e9:.1f} GB.
 """
     if "top1" not in facts:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from specdec.drafters.draft_heads import DraftHeads, HeadsConfig
+from specdec.drafters.draft_heads import DraftHeads, HeadsConfig, KindName
 from specdec.drafters.heads import base_fingerprint, make_heads
 from specdec.errors import UnsupportedModel
 from specdec.models.head import OutputHead
@@ -49,10 +49,10 @@ class FrozenBase:
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Tensor:
-        """Return the final hidden states, behind the last norm, at the batch's rows: [T, H] in the base's dtype."""
+        """Return the final hidden states, behind the last norm, of all tokens: [B * L, H] in the base's dtype."""
         if not len(batch.rows):
-            return self.head_weight.new_zeros(0, self.head_weight.shape[1])
-        return self.read(batch.input_ids, batch.attention_mask).flatten(0, 1)[batch.rows]
+            return self.head_weight.new_zeros(batch.input_ids.numel(), self.head_weight.shape[1])
+        return self.read(batch.input_ids, batch.attention_mask).flatten(0, 1)
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -95,7 +95,8 @@ def new_heads(
     num_heads: int,
     num_layers: int,
     projection: Literal["own", "shared"],
-    kind: Literal["medusa", "hydra"] = "medusa",
+    kind: KindName = "medusa",
+    width: int | None = None,
     token_ids: Sequence[int] | None = None,
 ) -> DraftHeads:
     """Make untrained heads for a base: fp32, on its device, each saying what the base's own head says.
@@ -118,6 +119,7 @@ def new_heads(
         projection=projection,
         base_fingerprint=base_fingerprint(model),
         kind=kind,
+        width=width,
         draft_vocab=None if token_ids is None else len(token_ids),
     )
     heads = make_heads(config, base.device, torch.float32)
