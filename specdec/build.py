@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,9 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.cost import CostKey, CostTable, device_name, find_table
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
+from specdec.kernels.linear import linear
 from specdec.models.decoder import Decoder
+from specdec.models.head import OutputHead
 from specdec.models.hf import HFModel
 from specdec.models.load import make_target
 from specdec.verifier.rules import AcceptanceRule, make_rule
@@ -56,7 +59,31 @@ def build_engine(
         ConfigError: an option is unknown or out of bounds, or the file of the cost table is broken.
     """
     packed = packed or make_target(model, config.deterministic)
-    target = DraftTarget(
+    return Engine(
+        packed,
+        make_drafter(drafter, draft_target(model, packed, tokenizer), **(drafter_options or {})),
+        make_rule(rule) if isinstance(rule, str) else rule,
+        config,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        num_real_tokens=min(packed.vocab_size, num_real_tokens or packed.vocab_size),
+        seed=seed,
+        cost_table=_cost_table(cost_table, model, config.deterministic),
+    )
+
+
+def draft_target(
+    model: PreTrainedModel, packed: Decoder | HFModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> DraftTarget:
+    """Return what a drafter may know of a model.
+
+    Args:
+        model: the model.
+        packed: what `make_target` made of it.
+        tokenizer: its tokenizer, if there is one.
+    """
+    product = packed.ops.linear if isinstance(packed, Decoder) else linear
+    return DraftTarget(
         hidden_size=packed.hidden_size,
         vocab_size=packed.vocab_size,
         device=packed.device,
@@ -66,17 +93,7 @@ def build_engine(
         model=packed,
         tokenizer=tokenizer,
         embed=model.get_input_embeddings(),
-    )
-    return Engine(
-        packed,
-        make_drafter(drafter, target, **(drafter_options or {})),
-        make_rule(rule) if isinstance(rule, str) else rule,
-        config,
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids,
-        num_real_tokens=min(packed.vocab_size, num_real_tokens or packed.vocab_size),
-        seed=seed,
-        cost_table=_cost_table(cost_table, model, config.deterministic),
+        head_rows=partial(OutputHead, model, linear=product),
     )
 
 

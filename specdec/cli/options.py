@@ -1,9 +1,11 @@
 """Options that several commands share, and the objects that they describe."""
 
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from specdec.llm import LLM
@@ -65,6 +67,17 @@ def make_llm(options: dict[str, Any]) -> "LLM":
     from specdec.llm import LLM
 
     return LLM(options["model"], options["drafter"], device=options["device"], dtype=options["dtype"])
+
+
+def given_command() -> str:
+    """Return the running command as it was given, such as "specdec train medusa --out=heads"."""
+    context = click.get_current_context()
+    words = ["specdec", *context.command_path.split()[1:]]
+    for param in context.command.params:
+        if param.name and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            value, flag = context.params[param.name], param.opts[-1]
+            words.append(flag if value is True else f"{flag}={value}")
+    return shlex.join(words)
 
 
 def report(stats: "SpeculationStats", seconds: float) -> str:
