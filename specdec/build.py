@@ -18,6 +18,7 @@ from specdec.errors import ConfigError
 from specdec.models.decoder import Decoder
 from specdec.models.hf import HFModel
 from specdec.models.load import make_target
+from specdec.models.support import quantized_by
 from specdec.verifier.rules import AcceptanceRule, make_rule
 
 
@@ -83,6 +84,8 @@ def build_engine(
 def cost_key(model: PreTrainedModel, deterministic: bool = True) -> CostKey:
     """Return what a cost table must have been measured for to be true of a model as it is loaded here."""
     dtype = str(model.dtype).removeprefix("torch.")
+    if (method := quantized_by(model)) is not None:
+        dtype = f"{dtype}-{method}"
     name = device_name(model.device)
     return CostKey(base_fingerprint(model), name, dtype, str(torch.__version__), deterministic)
 
