@@ -21,6 +21,7 @@ from specdec.models.decoder import Decoder
 from specdec.models.head import OutputHead
 from specdec.models.hf import HFModel
 from specdec.models.load import make_target
+from specdec.models.support import quantized_by
 from specdec.verifier.rules import AcceptanceRule, make_rule
 
 
@@ -100,6 +101,8 @@ def draft_target(
 def cost_key(model: PreTrainedModel, deterministic: bool = True) -> CostKey:
     """Return what a cost table must have been measured for to be true of a model as it is loaded here."""
     dtype = str(model.dtype).removeprefix("torch.")
+    if (method := quantized_by(model)) is not None:
+        dtype = f"{dtype}-{method}"
     name = device_name(model.device)
     return CostKey(base_fingerprint(model), name, dtype, str(torch.__version__), deterministic)
 

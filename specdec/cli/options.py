@@ -17,8 +17,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def model_options(command: F) -> F:
-    """Add --model, --drafter, --device and --dtype."""
+    """Add --model, --drafter, --device, --dtype and --quantization."""
     for option in (
+        click.option("--quantization", help="Of the weights: int8, int8_dynamic, int4, fp8 or nf4."),
         click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU."),
         click.option("--device", default="auto", help="auto takes a GPU where there is one."),
         click.option(
@@ -66,7 +67,8 @@ def make_llm(options: dict[str, Any]) -> "LLM":
     """Load the model and the drafter that the options name."""
     from specdec.llm import LLM
 
-    return LLM(options["model"], options["drafter"], device=options["device"], dtype=options["dtype"])
+    names = ("device", "dtype", "quantization")
+    return LLM(options["model"], options["drafter"], **{name: options[name] for name in names})
 
 
 def given_command() -> str:

@@ -250,26 +250,22 @@ def _load_base(options: Mapping[str, Any]) -> "Loaded":
 
 def _precision(name: str, device: "torch.device") -> "tuple[torch.dtype, Any]":
     """The dtype of the base, and how transformers shall quantize it; None for not at all."""
-    import importlib.util
-
     import torch
 
     from specdec.errors import ConfigError
+    from specdec.hub.quantize import is_installed, quantization_config
 
     if name == "auto":
         name = "fp32" if device.type == "cpu" else "bf16"
     if name in ("fp32", "bf16"):
         return (torch.float32 if name == "fp32" else torch.bfloat16), None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"base precision {name!r} needs bitsandbytes; `pip install bitsandbytes`, or use bf16")
+    if name == "nf4":
+        return torch.bfloat16, quantization_config("nf4", torch.bfloat16, device)
+    if not is_installed("bitsandbytes"):
+        raise ConfigError(f"base precision {name!r} needs bitsandbytes: pip install bitsandbytes; or use bf16")
     from transformers import BitsAndBytesConfig
 
-    if name == "int8":
-        return torch.bfloat16, BitsAndBytesConfig(load_in_8bit=True)
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    return torch.bfloat16, quantization
+    return torch.bfloat16, BitsAndBytesConfig(load_in_8bit=True)
 
 
 @contextmanager
