@@ -37,6 +37,11 @@ def train() -> None:
 @click.option("--prompts", help="A file of prompts, or `self`: the model writes them; it answers them itself.")
 @click.option("--self-distill", is_flag=True, help="The model answers the prompts of --data anew.")
 @click.option("--num-prompts", default=2000, help="How many prompts the model writes with `--prompts self`.")
+@click.option(
+    "--openings/--no-openings",
+    default=True,
+    help="Whether half of the prompts that the model writes begin as people's do: with a task, often on a text.",
+)
 @click.option("--answer-tokens", default=256, help="Most tokens of the model's own answers.")
 @click.option(
     "--temperature",
@@ -221,7 +226,8 @@ def _recipe(options: Mapping[str, Any]) -> str:
     file = options["data"] or options["prompts"]
     if options["prompts"] is None and not options["self_distill"]:
         return f"the answers in {Path(file).name}"
-    prompts = "prompts that the model wrote itself" if file == "self" else f"the prompts of {Path(file).name}"
+    own = "prompts that the model wrote itself" + (", half of them from given openings" if options["openings"] else "")
+    prompts = own if file == "self" else f"the prompts of {Path(file).name}"
     warmth = " and ".join(map(str, options["temperatures"]))
     how = f"at temperature {warmth}, at most {options['answer_tokens']} tokens each"
     return f"{prompts}, answered by the model itself {how}"
