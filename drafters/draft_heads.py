@@ -36,6 +36,8 @@ class HeadsConfig:
         projection: "own", a matrix for each head, or "shared", the base's own head.
         base_fingerprint: `base_fingerprint` of the base; empty if unknown.
         tree: the tree that suits them, as Medusa's choices, best first; None if there is none.
+        chances: how likely each node of the tree was accepted on held-out answers, in the tree's order; None if that
+            wasn't measured.
         kind: "medusa", heads that read the hidden state alone; "hydra", heads that also read the embeddings of the
             root and of the draft tokens before theirs; "recurrent", heads that read them by one cell for all.
         width: the MLPs have width × H inner units; None is 2 for Hydra heads, 4 for recurrent ones. Medusa heads have
@@ -54,6 +56,7 @@ class HeadsConfig:
     projection: Literal["own", "shared"]
     base_fingerprint: str = ""
     tree: tuple[Choice, ...] | None = None
+    chances: tuple[float, ...] | None = None
     kind: KindName = "medusa"
     width: int | None = None
     projection_bias: bool = False
@@ -82,6 +85,11 @@ class HeadsConfig:
         self._check_kind()
         if self.tree is not None:
             object.__setattr__(self, "tree", as_choices(self.tree, self.num_heads))
+        if self.chances is not None:
+            object.__setattr__(self, "chances", tuple(self.chances))
+            fits = self.tree is not None and len(self.chances) == len(self.tree)
+            if not fits or any(type(x) not in (int, float) or not 0 <= x <= 1 for x in self.chances):
+                raise ConfigError("chances must be numbers from 0 to 1, one for each node of the tree but its root")
 
     @property
     def num_columns(self) -> int:

@@ -121,6 +121,16 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class KnowsChances(Protocol):
+    """What a drafter has besides if its trees are the first nodes of a tree that was measured."""
+
+    @property
+    def node_chances(self) -> tuple[float, ...] | None:
+        """How likely each node but the root is accepted on average, in the tree's order; None if that isn't known."""
+        ...
+
+
+@runtime_checkable
 class UsesCache(Protocol):
     """What a drafter with attention layers has besides: its keys and values stand under the engine's block tables."""
 

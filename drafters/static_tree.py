@@ -57,6 +57,9 @@ class StaticTree:
         if sizes != (target.hidden_size, target.vocab_size):
             raise ConfigError(f"the heads' hidden and vocabulary sizes {sizes} aren't the target's; train heads for it")
         self.choices = _choices(config, tree, max_nodes)
+        measured = tree is None and config.chances is not None
+        self.chances = config.chances[: len(self.choices)] if measured and config.chances else None
+        """How likely each choice is accepted on average; None if that isn't known."""
         self.parents = [-1, *(1 + self.choices.index(c[:-1]) if len(c) > 1 else 0 for c in self.choices)]
         self._seen: dict[int, _Seen] = {}
 

@@ -122,7 +122,7 @@ class _Run:
         self._evaluation: Evaluation | None = None  # of the weights as they are
         self._identity = RunIdentity(
             asdict(config),
-            asdict(replace(stepper.heads.config, tree=None)),
+            asdict(replace(stepper.heads.config, tree=None, chances=None)),
             fingerprint(examples, held_out),
             stepper.accelerator.num_processes,
         )

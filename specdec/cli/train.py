@@ -189,8 +189,9 @@ def _store_tree(model: "PreTrainedModel", held_out: "list[Example]", out: Path) 
         click.echo(f"no tree was stored: {error}", err=True)
         return {}
     sizes = trees_from_ranks(ranks, NUM_RANKS, MAX_NODES)
-    with writing(out):
-        save_config(replace(heads.config, tree=tuple(sizes.choices) or None), out)
+    if sizes.choices:
+        with writing(out):
+            save_config(replace(heads.config, tree=tuple(sizes.choices), chances=tuple(sizes.chances)), out)
     return {n: sizes.tau(n) for n in SIZES if n <= len(sizes.taus)}
 
 

@@ -82,7 +82,7 @@ def tree(as_json: bool, check: bool, **options: Any) -> None:
         nodes, rates = _choose(loaded, sizes, options["nodes"])
     choices = sizes.choices[: nodes - 1]
     if choices:
-        _store(loaded, choices, options["folder"])
+        _store(loaded, choices, sizes.chances[: nodes - 1], options["folder"])
     with console.status("answering the held-out prompts"):
         found = _check(loaded, choices, options["folder"], prompts) if prompts and choices else None
     if found:
@@ -188,11 +188,11 @@ def _choose(loaded: _Loaded, sizes: "TreeSizes", nodes: int | None) -> tuple[int
     return best, {n: sizes.tau(n) / seconds(n) for n in sorted({*SIZES, best}) if n <= most}
 
 
-def _store(loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path) -> None:
+def _store(loaded: _Loaded, choices: list[tuple[int, ...]], chances: list[float], folder: Path) -> None:
     from specdec.drafters.heads import save_config
 
     try:
-        save_config(replace(loaded.heads.config, tree=tuple(choices)), folder)
+        save_config(replace(loaded.heads.config, tree=tuple(choices), chances=tuple(chances)), folder)
     except OSError as error:
         raise ConfigError(f"can't write the tree to {folder}: {error}; nothing was changed") from error
 
