@@ -88,6 +88,7 @@ class Engine:
         params: SamplingParams,
         *,
         twin: Request | None = None,
+        priority: int = 0,
         stopping: Stopping | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
@@ -98,6 +99,7 @@ class Engine:
             prompt_token_ids: the prompt.
             params: what is asked for.
             twin: an earlier request with the same prompt, whose full blocks of it the new one shares.
+            priority: requests of a lower one start first and are the last to make room for others.
             stopping: called after each token with the request; says whether it ends there, besides the params' stops.
             keep_scores: collect in `Request.scores` the processed scores that each token was chosen by.
             keep_logits: collect in `Request.logits` the target's raw logits behind each token.
@@ -113,9 +115,9 @@ class Engine:
             params = params.with_seed(self._seeds.randint(0, MAX_SEED))
         room = self.limits.max_model_len - len(prompt)
         stop = StopChecker(params, self._eos, self._tokenizer, prompt, limit=room)
-        request = Request(next(self._ids), len(prompt), params, stop, prompt, twin=twin)
+        request = Request(next(self._ids), len(prompt), params, stop, prompt, twin=twin, priority=priority)
         request.stopping, request.keep_scores, request.keep_logits = stopping, keep_scores, keep_logits
-        self.scheduler.waiting.append(request)
+        self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:

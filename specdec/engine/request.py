@@ -13,6 +13,7 @@ from specdec.params import SamplingParams
 
 ABORT = "abort"
 ERROR = "error"
+LENGTH = "length"
 STOP = "stop"
 
 Stopping = Callable[["Request"], bool]
@@ -31,6 +32,7 @@ class Request:
         tokens: prompt and output; the last one is the next root.
         block_table: the blocks that hold its keys and values.
         twin: an earlier request with the same prompt, whose blocks of it this one takes over.
+        priority: lower ones go first.
         num_computed: leading tokens whose keys and values are committed; always fewer than the tokens.
         proposers: for each output token, who proposed it.
         logprobs: for each output token, if asked for.
@@ -51,6 +53,7 @@ class Request:
     tokens: list[int]
     block_table: list[int] = field(default_factory=list)
     twin: "Request | None" = None
+    priority: int = 0
     num_computed: int = 0
     proposers: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -64,6 +67,11 @@ class Request:
     stop_reason: int | str | None = None
     error: Exception | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Place among all requests: by priority, then first come, first served."""
+        return self.priority, self.id
 
     @property
     def num_pending(self) -> int:
