@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
 from specdec.models.protocol import PackedModel
 from specdec.params import SamplingParams
@@ -105,8 +106,12 @@ class Drafter(Protocol):
 class UsesCache(Protocol):
     """What a drafter with attention layers has besides: its keys and values stand under the engine's block tables."""
 
-    def attach(self, pages: KVPages) -> None:
-        """Take the target's pages; layers of its own get pages of as many blocks of the same size."""
+    def attach(self, pages: KVPages, pool: BlockPool) -> None:
+        """Take the target's pages; layers of its own get pages of as many blocks of the same size.
+
+        A request's first blocks may come from another one, with the same tokens: what was written there before is
+        valid while the pool's version of a block stays (`specdec.cache.filled.FilledBlocks`).
+        """
         ...
 
 

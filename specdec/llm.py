@@ -155,7 +155,7 @@ class LLM:
                 first = self.engine.add(prompt, p)
                 requests.append(first)
                 seeds = first.params.seeds()
-                requests += [self.engine.add(prompt, p.with_seed(seed), twin=first) for seed in seeds[1:]]
+                requests += [self.engine.add(prompt, p.with_seed(seed)) for seed in seeds[1:]]
             while any(r.finish_reason is None for r in requests):
                 self.engine.step()
         finally:

@@ -96,6 +96,8 @@ def _race(
 
     ids = plain.encode_chat([{"role": "user", "content": prompt}])
     params = SamplingParams(max_new_tokens=max_new_tokens)
+    for llm in (plain, *drafted):
+        llm.engine.reset_prefix_cache()  # each computes the whole prompt, as Hugging Face does
     hf_tokens, hf_seconds = _timed(lambda: _hf_generate(plain, ids, max_new_tokens))
     answer, seconds = _timed(lambda: plain.generate(ids, params)[0])
     results = []
