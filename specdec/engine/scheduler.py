@@ -76,36 +76,16 @@ class Scheduler:
         for request in sorted(self.running, key=lambda r: (r.num_pending > 1, r.rank)):  # decoding first
             if budget and request not in plan.preempted:
                 budget -= self._add(plan, request, budget, nodes)
-        while budget and not plan.preempted and self.can_admit():
-            request = self.waiting[0]
-            shared = self._shared_prompt(request)
-            self.running.append(self.waiting.pop(0))
-            self.pool.share(shared)
-            request.block_table += shared
-            request.num_computed = len(shared) * self.config.block_size
+        while budget and not plan.preempted and (found := self._admissible()) is not None:
+            request = self.waiting.pop(0)
+            self.running.append(request)
+            self._reuse(request, found)
             budget -= self._add(plan, request, budget, nodes)
         return plan
 
     def can_admit(self) -> bool:
         """Whether the first of the waiting requests can start now."""
-        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
-            return False
-        request = self.waiting[0]
-        missing = self._blocks_missing(request, len(request.tokens)) - len(self._shared_prompt(request))
-        if missing > self.pool.num_free or self._waits_for_twin(request):
-            return False
-        return not self.running or self._expected_peak(request, missing) <= self.pool.num_blocks
-
-    def _expected_peak(self, request: Request, num_missing: int) -> float:
-        """Most blocks in use until all that run have ended, and a request that lacks so many now with them."""
-        num_used = self.pool.num_blocks - self.pool.num_free + num_missing
-        sequences = []
-        for r in (*self.running, request):
-            num_held = -(-len(r.tokens) // self.config.block_size)
-            if r is not request:
-                num_used += num_held - len(r.block_table)  # what a prompt lacks yet; less what is reserved ahead
-            sequences.append((num_held, self.lengths.remaining(r.num_output, r.stop.max_tokens)))
-        return peak_blocks(num_used, sequences, self.config.block_size)
+        return self._admissible() is not None
 
     def reserve_ahead(self, num_slots: int, spare: int) -> bool:
         """Reserve slots behind the known tokens of all running requests, for steps that aren't planned one by one.
@@ -136,8 +116,14 @@ class Scheduler:
             self.waiting.remove(request)
         self._free_blocks(request)
 
+    def remember(self, request: Request) -> None:
+        """Let a request's full blocks of committed tokens be found by others."""
+        num_tokens = min(request.num_computed, len(request.tokens))  # what was accepted behind a stop isn't delivered
+        self.pool.remember(request.block_table, request.tokens, num_tokens, request.params.cache_salt)
+
     def trim(self, request: Request) -> None:
         """Free the blocks behind the committed tokens: slots of rejected nodes."""
+        self.remember(request)
         keep = -(-request.num_computed // self.config.block_size)
         self.pool.release(request.block_table[keep:])
         del request.block_table[keep:]
@@ -177,20 +163,54 @@ class Scheduler:
         self.num_preemptions += 1
         self.add(request)
 
-    def _waits_for_twin(self, request: Request) -> bool:
-        """Whether a request's twin is about to compute the prompt that both have."""
-        twin = request.twin
-        return twin is not None and twin in self.running and twin.num_computed < request.prompt_len - 1
+    def _admissible(self) -> list[int] | None:
+        """The blocks that the first of the waiting requests would begin with; None if it can't start now."""
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return None
+        request = self.waiting[0]
+        found = self.pool.find(request.tokens, request.params.cache_salt)
+        left = self.pool.num_left(found) - self._blocks_missing(request, len(request.tokens)) + len(found)
+        if left < 0 or self._comes_soon(request, len(found)):
+            return None
+        fits = not self.running or self._expected_peak(request, self.pool.num_blocks - left) <= self.pool.num_blocks
+        return found if fits else None
 
-    def _shared_prompt(self, request: Request) -> list[int]:
-        """The twin's blocks that hold nothing but the common prompt, the root left out."""
-        if request.twin is None or request.twin not in self.running:
-            return []
-        return request.twin.block_table[: (request.prompt_len - 1) // self.config.block_size]
+    def _expected_peak(self, request: Request, num_used: int) -> float:
+        """Most blocks in use until all that run have ended, and a request with them after which so many are."""
+        sequences = []
+        for r in (*self.running, request):
+            num_held = -(-len(r.tokens) // self.config.block_size)
+            if r is not request:
+                num_used += num_held - len(r.block_table)  # what a prompt lacks yet; less what is reserved ahead
+            sequences.append((num_held, self.lengths.remaining(r.num_output, r.stop.max_tokens)))
+        return peak_blocks(num_used, sequences, self.config.block_size)
+
+    def _comes_soon(self, request: Request, num_found: int) -> bool:
+        """Whether a running request is about to compute the block that would be the next to find."""
+        size = self.config.block_size
+        end = (num_found + 1) * size
+        if not self.config.enable_prefix_caching or end >= len(request.tokens):
+            return False
+        return any(
+            other.num_computed < end <= len(other.tokens)
+            and other.params.cache_salt == request.params.cache_salt
+            and other.tokens[:end] == request.tokens[:end]
+            for other in self.running
+            if other.num_pending > 1
+        )
+
+    def _reuse(self, request: Request, found: list[int]) -> None:
+        """Begin a request with blocks that hold its first tokens already."""
+        self.pool.take(found, len(request.tokens))
+        request.block_table += found
+        request.num_computed = len(found) * self.config.block_size
+        if not request.num_output:
+            request.stats.num_cached_tokens = request.num_computed
 
     def _blocks_missing(self, request: Request, num_slots: int) -> int:
         return max(0, -(-num_slots // self.config.block_size) - len(request.block_table))
 
     def _free_blocks(self, request: Request) -> None:
+        self.remember(request)
         self.pool.release(request.block_table)
         request.block_table.clear()
