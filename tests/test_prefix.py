@@ -178,12 +178,18 @@ def test_random_traffic_in_a_full_pool_gets_its_solo_answers(
     """Admits, aborts, preemption and eviction in any order, free blocks full of NaN, checked after every step."""
     answers: dict[int | tuple[int, ...], list[int]] = {tuple(prompt_of(s)): tokens for s, tokens in alone.items()}
     hits = preemptions = evictions = 0
-    for seed, sizes in enumerate([(5, 2048), (8, 24), (20, 64), (6, 2048)]):
+    for seed, sizes in enumerate([(5, 2048), (8, 24), (20, 64)]):
         rng = random.Random(seed)
         drafter = DRAFTERS[name](tiny, answers) if name != "none" else None
         num_blocks, num_rows = sizes
         engine = make_engine(
-            tiny, drafter, num_blocks=num_blocks, max_model_len=80, max_num_seqs=5, max_num_batched_tokens=num_rows
+            tiny,
+            drafter,
+            num_blocks=num_blocks,
+            max_model_len=80,
+            max_num_seqs=5,
+            max_num_batched_tokens=num_rows,
+            max_nodes=64 if seed else 3,
         )
         engine.scheduler.lengths = Optimist()
         live: list[tuple[int, Request]] = []
