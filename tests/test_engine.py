@@ -17,7 +17,7 @@ from specdec.outputs import TARGET, SpeculationStats
 from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree, chain_parents
 from tests.conftest import VOCAB, tiny_llama
-from tests.engines import drain, make_engine, outputs, run
+from tests.engines import Optimist, drain, make_engine, outputs, run
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -144,16 +144,17 @@ class Misbehaving(NoDrafter):
     "trees, message",
     [
         ([], "0 trees for 1 sequences"),
-        ([[8]], "a root of request 0 that is not its last token"),
-        ([[9, 1, 2, 3]], "4 nodes for request 0, whose budget is 3"),
+        ([[8]], "a root that is not the request's last token"),
+        ([[9, 1, 2, 3]], "4 nodes where the budget is 3"),
         ([[9, VOCAB]], "a token id outside the vocabulary"),
     ],
 )
 def test_a_faulty_drafter_is_named(trees: list[list[int]], message: str, tiny: PreTrainedModel) -> None:
     engine = make_engine(tiny, Misbehaving(trees), max_nodes=3)
-    engine.add(PROMPT, SamplingParams())
-    with pytest.raises(SpecdecError, match=message):
-        engine.step()
+    request = engine.add(PROMPT, SamplingParams())
+    drain(engine)
+    with pytest.raises(SpecdecError, match=f"'none' failed for request 0: it proposed {message}"):
+        request.check()
 
 
 @pytest.mark.parametrize(
@@ -309,6 +310,7 @@ def test_n_answers_under_preemption(tiny: PreTrainedModel) -> None:
     params = [SamplingParams(max_new_tokens=40, temperature=1.5, seed=seed) for seed in range(4)]
     want = [outputs(run(make_engine(tiny), [prompt], [p]))[0] for p in params]
     engine = make_engine(tiny, RandomDrafter(), num_blocks=8, max_model_len=96)
+    engine.scheduler.lengths = Optimist()
     first = engine.add(prompt, params[0])
     requests = [first, *(engine.add(prompt, p) for p in params[1:])]
     drain(engine)

@@ -25,7 +25,7 @@ from specdec.params import SamplingParams
 from specdec.verifier.rules import TypicalRule
 from specdec.verifier.tree import TokenTree
 from tests.conftest import tiny_llama
-from tests.engines import drain, make_engine, outputs, run
+from tests.engines import Optimist, drain, make_engine, outputs, run
 from tests.hydra import random_hydra, random_recurrent, walking_hydra
 from tests.kernels import DEVICE, ON_GPU
 from tests.medusa import random_medusa, walking_medusa, walking_model
@@ -198,10 +198,28 @@ def test_an_abort_in_flight() -> None:
     assert requests[0].finish_reason == "abort" and outputs(requests[1:]) == want[1:]
 
 
+def test_an_aborted_request_is_asked_again_while_its_step_is_in_flight() -> None:
+    """CASES e1: its blocks go to others at once, though a step that was launched still writes to them."""
+    want = plain(GREEDY, max_model_len=32)
+    engine = graph_engine(num_blocks=7, max_model_len=32)
+    assert engine.graphs is not None
+    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS]
+    again = []
+    for i, request in enumerate(requests):
+        while not engine.graphs._flying:
+            engine.step()
+        engine.abort(request)
+        engine.check_integrity()
+        again.append(engine.add(PROMPTS[i], GREEDY[0]))
+    drain(engine)
+    assert outputs(again) == want
+
+
 def test_a_small_pool_goes_back_to_eager_steps() -> None:
     """Where blocks can't be reserved ahead, eager steps preempt; tokens stay the same."""
     params, prompts = [SamplingParams(max_new_tokens=8)] * 2, [[5, 6] * 6, [11, 12, 13] * 4]
     engine = graph_engine(num_blocks=3, max_model_len=48)
+    engine.scheduler.lengths = Optimist()
     assert outputs(run(engine, prompts, params)) == plain(params, prompts, max_model_len=48)
     assert engine.graphs is not None and engine.graphs.stats.num_graphs and engine.scheduler.num_preemptions
 
@@ -271,19 +289,57 @@ def test_a_model_that_fails_is_named() -> None:
         engine.step()
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(SpecdecError, match="hold NaN"):
-        drain(engine)
+    drain(engine)
+    assert (request.finish_reason, isinstance(request.error, SpecdecError)) == ("error", True)
+    assert str(request.error) == "the target's logits for request 0 hold NaN, or -inf alone"
 
 
-def test_what_others_emitted_is_delivered_before_a_failure_is_raised() -> None:
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's NumPy
+def test_a_dead_end_in_flight_ends_its_own_request() -> None:
+    """A token that only one request says leads to a row of NaN."""
+    params = [GREEDY[0], SamplingParams(max_new_tokens=6, seed=2, temperature=1.5), GREEDY[0]]
+    want = plain(params)
+    others = {*want[0], *want[2], want[1][0], *(token for prompt in PROMPTS for token in prompt)}
+    end = next(token for token in want[1][1:-1] if token not in others)
+    told = want[1].index(end) + 1
+    model = tiny_llama(**SIZE).to(DEVICE)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[end] = torch.nan
+    engine = graph_engine(model=model)
+    requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    drain(engine)
+    assert engine.graphs is not None and engine.graphs.stats.num_graphs > 0
+    assert outputs(requests) == [want[0], want[1][:told], want[2]]
+    assert [r.finish_reason for r in requests] == ["length", "error", "length"]
+    with pytest.raises(SpecdecError, match="request 1 hold NaN"):
+        requests[1].check()
+
+
+def test_tokens_before_a_dead_end_are_delivered() -> None:
     engine = graph_engine()
-    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS[:2]]
-    while min(r.num_output for r in requests) < 2:
+    request = engine.add(PROMPTS[0], GREEDY[0])
+    while request.num_output < 2:
         engine.step()
-    lengths = [r.num_output for r in requests]
-    with pytest.raises(SpecdecError, match=f"request {requests[0].id} hold NaN"):
-        engine._emit_captured([Outcome(requests[0], [-1], True, 1, 1), Outcome(requests[1], [5], True, 1, 1)])
-    assert [r.num_output for r in requests] == [lengths[0], lengths[1] + 1]
+    engine._emit_captured([Outcome(request, [7, -1], False, 3, 4)])
+    assert (request.tokens[-1], request.num_output, request.finish_reason) == (7, 3, "error")
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_a_callback_that_raises_in_a_captured_step() -> None:
+    want = plain(GREEDY)
+
+    def stopping(request: Request) -> bool:
+        if request.num_output == 3:
+            raise KeyError("mine")
+        return False
+
+    engine = graph_engine()
+    requests = [
+        engine.add(prompt, GREEDY[0], stopping=stopping if i == 0 else None) for i, prompt in enumerate(PROMPTS)
+    ]
+    drain(engine)
+    assert outputs(requests) == [want[0][:3], *want[1:]]
+    assert isinstance(requests[0].error, KeyError)
 
 
 def test_a_measured_captured_step_has_full_chains() -> None:
