@@ -16,9 +16,10 @@ from specdec.build import build_engine, cost_key
 from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.protocol import DraftQuery
 from specdec.engine import cost
-from specdec.engine.budget import FIRST_RATE, LAST_WAIT, PROBE_NODES, NodeBudget, expected_tokens
+from specdec.engine.budget import LAST_WAIT, PROBE_NODES, NodeBudget
 from specdec.engine.config import EngineConfig
 from specdec.engine.cost import CostTable, costs_folder, device_name, find_table, list_tables, read_table, save_table
+from specdec.engine.gains import FIRST_RATE, ChainGains, TreeGains
 from specdec.engine.measure import EngineStep, Grid, make_grid, measure
 from specdec.engine.request import Request
 from specdec.engine.text import StopChecker
@@ -140,15 +141,45 @@ def step(budget: NodeBudget, request: Request, num_accepted: int) -> int:
     return nodes
 
 
+def expected_tokens(rate: float, num_nodes: int) -> float:
+    """Tokens expected of a chain of nodes, root included, each accepted at that rate once its parent is."""
+    return sum(rate**depth for depth in range(num_nodes))
+
+
 def best_alone(table: CostTable, rate: float) -> int:
     """The number of nodes with the most expected tokens a second, by trying all."""
     return max(range(1, 65), key=lambda n: expected_tokens(rate, n) / table.seconds(1, n, 1))
 
 
-def test_expected_tokens_are_those_of_a_chain() -> None:
-    assert [expected_tokens(0.5, n) for n in (1, 2, 3)] == [1, 1.5, 1.75]
-    assert expected_tokens(0.3, 5) == pytest.approx(sum(0.3**d for d in range(5)))
-    assert expected_tokens(1.0, 64) == 64 and expected_tokens(0.0, 64) == 1
+def test_a_chains_nodes_buy_ever_less() -> None:
+    gains = ChainGains(4)
+    assert gains.of(0.5).tolist() == [0.5, 0.25, 0.125]
+    assert gains.of(1.0).tolist() == [1, 1, 1] and gains.of(0.0).tolist() == [0, 0, 0]
+    assert gains.learn(0.5, 1, 1, 4) == pytest.approx((0.5 + 0.2 * 0.5) * 0.8)
+
+
+def test_a_measured_trees_nodes_buy_their_chances() -> None:
+    chances = [0.5, 0.2, 0.3, 0.1]
+    gains = TreeGains(chances, 8)
+    assert gains.of(1.0).tolist() == [0.5, 0.2, 0.2, 0.1, 0, 0, 0], "falling, and nothing behind the tree"
+    assert gains.of(3.0).tolist()[:2] == [1, pytest.approx(0.6)]
+    quality = gains.first
+    for i in range(2000):  # half as good as on average: 0.35 of the 0.7 expected of three nodes
+        accepted = 7 * i % 20 < 7
+        quality = gains.learn(quality, int(accepted), int(not accepted), 3)
+    assert 0.3 < quality < 0.7
+    assert gains.learn(quality, 0, 0, 3) == quality == gains.learn(quality, 1, 0, 1), "nothing was learned"
+    assert TreeGains([], 1).of(1.0).tolist() == []
+
+
+def test_budgets_follow_the_measured_tree() -> None:
+    """One good node and many bad ones: a chain's rate would have the bad ones taken, too."""
+    measured = NodeBudget(LINEAR, 64, [0.7] + [0.001] * 62)
+    assert measured.allot([make_request()], 63) == [2]
+    assert NodeBudget(LINEAR, 64).allot([make_request()], 63)[0] > 2
+    assert measured.shared_limit([make_request()]) == 2
+    assert NodeBudget(None, 64, [0.7] + [0.001] * 62).shared_limit([make_request()]) == 2
+    assert NodeBudget(None, 64, [0.06] * 63).shared_limit([make_request()]) == 64
 
 
 def test_without_a_table_the_budget_is_what_it_was() -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
 from specdec.cache.prefix import PrefixIndex
-from specdec.drafters.protocol import Drafter, DraftsOnDevice, Observation, UsesCache
+from specdec.drafters.protocol import Drafter, DraftsOnDevice, KnowsChances, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
 from specdec.engine.capturable import why_no_graph
@@ -65,7 +65,8 @@ class Engine:
         self.pages = KVPages(model.kv_layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
             drafter.attach(self.pages, self.pool)
-        self.node_budget = NodeBudget(cost_table, config.max_nodes)
+        chances = drafter.node_chances if isinstance(drafter, KnowsChances) else None
+        self.node_budget = NodeBudget(cost_table, config.max_nodes, chances)
         self.scheduler = Scheduler(config, self.pool, self.node_budget)
         self.num_steps = 0
         self._tokenizer = tokenizer
