@@ -139,7 +139,7 @@ class NodeBudget:
         answered = stats.num_draft_tokens > state.num_drafted
         self._largest = max(self._largest, 1 + stats.num_draft_tokens - state.num_drafted)
         if padded and max_nodes > 1 and not answered:
-            num_refused = 1
+            num_refused += 1
         state.quality = self._gains.learn(state.quality, num_accepted, num_refused, max_nodes)
         if max_nodes == 1:
             state.idle += 1
