@@ -151,10 +151,7 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
-                first = self.engine.add(prompt, p)
-                requests.append(first)
-                seeds = first.params.seeds()
-                requests += [self.engine.add(prompt, p.with_seed(seed), twin=first) for seed in seeds[1:]]
+                requests += self.engine.add_answers(prompt, p)
             while any(r.finish_reason is None for r in requests):
                 self.engine.step()
         finally:

@@ -1,6 +1,7 @@
 """What the engine gives back. Layer 0: plain data."""
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 TARGET = "target"
 """Stands beside tokens that the target itself chose (the bonus token of each forward)."""
@@ -57,6 +58,14 @@ class SpeculationStats:
     def acceptance_by_depth(self) -> list[float]:
         """Conditional acceptance rate at depths 1, 2, …."""
         return [a / t if t else 0.0 for a, t in zip(self.accepted_by_depth, self.tried_by_depth, strict=True)]
+
+    def add(self, other: "SpeculationStats") -> None:
+        """Add the counts of another request."""
+        for name in ("num_forwards", "num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("tried_by_depth", "accepted_by_depth"):
+            both = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [a + b for a, b in both])
 
     def count(self, num_kept: int, path_depth: int, leaf_reached: bool, num_draft_tokens: int) -> None:
         """Add one forward.

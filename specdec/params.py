@@ -20,6 +20,7 @@ MAX_WORD_LEN = 64
 MAX_NGRAM_SIZE = 64
 MAX_LOGITS_PROCESSORS = 16
 MAX_BIAS = 10_000
+MAX_SPECULATIVE_TOKENS = 63
 
 LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
 """Maps a prefix, [1, L] int64, and its scores, [1, V] float32 or float64, to the scores [1, V] to choose by.
@@ -58,6 +59,8 @@ class SamplingParams:
         logits_processors: called once for each position, in order, with the whole prefix and the scores, after all of
             the above and before temperature, top-k, top-p and min-p. A processor may be called for a few positions
             behind a stop, whose tokens are then dropped.
+        num_speculative_tokens: most draft tokens of this request in a forward, 0 to 63; 0 decodes plainly, None leaves
+            it to the engine. Never changes the answer.
 
     Raises:
         InvalidRequest: a value is out of bounds; the message names it.
@@ -85,6 +88,7 @@ class SamplingParams:
     suppress_tokens: Sequence[int] = ()
     allowed_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -104,6 +108,8 @@ class SamplingParams:
             raise InvalidRequest(f"stop must hold non-empty strings, not {list(self.stop)!r}")
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        if self.num_speculative_tokens is not None:
+            _check_int("num_speculative_tokens", self.num_speculative_tokens, low=0, high=MAX_SPECULATIVE_TOKENS)
         self._check_processors()
 
     def _check_processors(self) -> None:
@@ -141,6 +147,11 @@ class SamplingParams:
     def cuts(self) -> bool:
         """Whether tokens are dropped by their rank or probability: the request samples with top_k, top_p or min_p."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes of a tree of this request, root included."""
+        return 1 + (MAX_SPECULATIVE_TOKENS if self.num_speculative_tokens is None else self.num_speculative_tokens)
 
     def seeds(self) -> list[int]:
         """Return the seeds of the n answers; `seed` must be set."""

@@ -119,7 +119,7 @@ class Scheduler:
         """Put a request into the plan if its slots can be had; return the rows that it takes of the budget."""
         rows = min(request.num_pending, budget)
         reaches_root = rows == request.num_pending
-        max_nodes = min(max_nodes, budget - rows + 1) if reaches_root else 0
+        max_nodes = min(max_nodes, request.params.max_nodes, budget - rows + 1) if reaches_root else 0
         if max_nodes > 1:
             max_nodes = min(max_nodes, self.node_budget.limit(request, len(self.running)))
         if reaches_root and request.params.max_new_tokens - request.num_output == 1:
