@@ -10,11 +10,11 @@ demo: model
 
 # Tiny models run on one thread each, side by side; the real model gets the machine to itself.
 test: model
-	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not gemma and not model"
+	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not gemma and not model and not browser and not slow"
 	$(BIN)/python -m pytest -q -m model
 
 cover: model
-	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not gemma and not model" --cov --cov-report= --cov-fail-under=0
+	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not gemma and not model and not browser and not slow" --cov --cov-report= --cov-fail-under=0
 	$(BIN)/python -m pytest -q -m model --cov --cov-append --cov-report=term
 
 lint: $(READY) types

@@ -1,7 +1,7 @@
 """The answers to one call, on their way from the engine's thread to the coroutine that waits for them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -156,3 +156,18 @@ class Answers:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def joined(chunks: Sequence[AnswerChunk]) -> AnswerChunk:
+    """Return one answer's chunks, from its first to its last, as one."""
+    last = chunks[-1]
+    return AnswerChunk(
+        last.index,
+        [piece for chunk in chunks for piece in chunk.pieces],
+        [token for chunk in chunks for token in chunk.token_ids],
+        [proposer for chunk in chunks for proposer in chunk.proposers],
+        [logprob for chunk in chunks for logprob in chunk.logprobs],
+        last.finish_reason,
+        last.stop_reason,
+        last.stats,
+    )
