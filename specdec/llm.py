@@ -89,7 +89,10 @@ class LLM:
             One completion a prompt, in order; where a prompt asks for n, its n completions stand together.
 
         Raises:
-            InvalidRequest: a prompt or a parameter can't be used; nothing was run.
+            InvalidRequest: a prompt or a parameter can't be used; nothing was run. Or a request's parameters left it
+                no token to choose.
+            SpecdecError: the target's logits are broken, or the drafter failed.
+            Exception: whatever a logits processor raised. Like the two above it ends the whole call.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: list[Any] = [prompts] if one else list(prompts)
@@ -144,13 +147,19 @@ class LLM:
                 requests += self.engine.add_answers(prompt, p)
             while any(r.finish_reason is None for r in requests):
                 self.engine.step()
+                for request in requests:
+                    request.check()
         finally:
             for request in requests:
                 self.engine.abort(request)
         return [r.completion() for r in requests]
 
     def follow(self, request: Request) -> Iterator[StreamChunk]:
-        """Run the engine and yield what it adds to a request, until the request ends."""
+        """Run the engine and yield what it adds to a request, until the request ends.
+
+        Raises:
+            Exception: what ended the request, if it failed; after the last chunk.
+        """
         tokens = chars = 0
         try:
             while request.finish_reason is None:
@@ -160,6 +169,7 @@ class LLM:
                     text, proposers = request.text[chars:], request.proposers[tokens:]
                     tokens, chars = request.num_output, len(request.text)
                     yield StreamChunk(text, output, proposers, request.finish_reason)
+            request.check()
         finally:
             self.engine.abort(request)
 

@@ -71,7 +71,7 @@ class SpeculationStats:
         """Add one forward.
 
         Args:
-            num_kept: tokens delivered by it, at least 1.
+            num_kept: tokens delivered by it; 0 only where nothing could be chosen.
             path_depth: depth of the accepted path.
             leaf_reached: whether the path ended at a node without children.
             num_draft_tokens: nodes of the tree, the root left out.
@@ -100,7 +100,7 @@ class Completion:
         prompt_token_ids: the prompt.
         token_ids: every token delivered, the one that ended the answer included.
         text: their text, cut before a stop string; empty if there is no tokenizer.
-        finish_reason: "stop" (EOS, stop token or stop string), "length" or "abort".
+        finish_reason: "stop" (EOS, stop token or stop string), "length", "abort" or "error".
         stop_reason: the token id or the string that stopped it, else None.
         proposers: for each token the drafter that proposed it, or "target".
         logprobs: for each token, if they were asked for.
@@ -126,7 +126,7 @@ class StreamChunk:
         text: new text that is certain; a possible stop string or an incomplete character is held back.
         token_ids: new tokens.
         proposers: for each of them the drafter that proposed it, or "target".
-        finish_reason: as in `Completion`, on the last chunk; else None.
+        finish_reason: as in `Completion`, on the last chunk, or "error" if that is raised next; else None.
     """
 
     text: str

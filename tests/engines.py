@@ -54,9 +54,11 @@ def drain(engine: Engine) -> None:
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
-    """Run all requests together and return them, ended."""
+    """Run all requests together and return them, ended; raise what one failed by."""
     requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     drain(engine)
+    for request in requests:
+        request.check()
     return requests
 
 

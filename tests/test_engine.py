@@ -162,16 +162,17 @@ class Misbehaving(NoDrafter):
     "trees, message",
     [
         ([], "0 trees for 1 sequences"),
-        ([[8]], "a root of request 0 that is not its last token"),
-        ([[9, 1, 2, 3]], "4 nodes for request 0, whose budget is 3"),
+        ([[8]], "a root that is not the request's last token"),
+        ([[9, 1, 2, 3]], "4 nodes where the budget is 3"),
         ([[9, VOCAB]], "a token id outside the vocabulary"),
     ],
 )
 def test_a_faulty_drafter_is_named(trees: list[list[int]], message: str, tiny: PreTrainedModel) -> None:
     engine = make_engine(tiny, Misbehaving(trees), max_nodes=3)
-    engine.add(PROMPT, SamplingParams())
-    with pytest.raises(SpecdecError, match=message):
-        engine.step()
+    request = engine.add(PROMPT, SamplingParams())
+    drain(engine)
+    with pytest.raises(SpecdecError, match=f"'none' failed for request 0: it proposed {message}"):
+        request.check()
 
 
 @pytest.mark.parametrize(

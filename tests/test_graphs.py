@@ -253,19 +253,57 @@ def test_a_model_that_fails_is_named() -> None:
         engine.step()
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(SpecdecError, match="hold NaN"):
-        drain(engine)
+    drain(engine)
+    assert (request.finish_reason, isinstance(request.error, SpecdecError)) == ("error", True)
+    assert str(request.error) == "the target's logits for request 0 hold NaN, or -inf alone"
 
 
-def test_what_others_emitted_is_delivered_before_a_failure_is_raised() -> None:
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's NumPy
+def test_a_dead_end_in_flight_ends_its_own_request() -> None:
+    """A token that only one request says leads to a row of NaN."""
+    params = [GREEDY[0], SamplingParams(max_new_tokens=6, seed=2, temperature=1.5), GREEDY[0]]
+    want = plain(params)
+    others = {*want[0], *want[2], want[1][0], *(token for prompt in PROMPTS for token in prompt)}
+    end = next(token for token in want[1][1:-1] if token not in others)
+    told = want[1].index(end) + 1
+    model = tiny_llama(**SIZE).to(DEVICE)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[end] = torch.nan
+    engine = graph_engine(model=model)
+    requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    drain(engine)
+    assert engine.graphs is not None and engine.graphs.stats.num_graphs > 0
+    assert outputs(requests) == [want[0], want[1][:told], want[2]]
+    assert [r.finish_reason for r in requests] == ["length", "error", "length"]
+    with pytest.raises(SpecdecError, match="request 1 hold NaN"):
+        requests[1].check()
+
+
+def test_tokens_before_a_dead_end_are_delivered() -> None:
     engine = graph_engine()
-    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS[:2]]
-    while min(r.num_output for r in requests) < 2:
+    request = engine.add(PROMPTS[0], GREEDY[0])
+    while request.num_output < 2:
         engine.step()
-    lengths = [r.num_output for r in requests]
-    with pytest.raises(SpecdecError, match=f"request {requests[0].id} hold NaN"):
-        engine._emit_captured([Outcome(requests[0], [-1], True, 1, 1), Outcome(requests[1], [5], True, 1, 1)])
-    assert [r.num_output for r in requests] == [lengths[0], lengths[1] + 1]
+    engine._emit_captured([Outcome(request, [7, -1], False, 3, 4)])
+    assert (request.tokens[-1], request.num_output, request.finish_reason) == (7, 3, "error")
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_a_callback_that_raises_in_a_captured_step() -> None:
+    want = plain(GREEDY)
+
+    def stopping(request: Request) -> bool:
+        if request.num_output == 3:
+            raise KeyError("mine")
+        return False
+
+    engine = graph_engine()
+    requests = [
+        engine.add(prompt, GREEDY[0], stopping=stopping if i == 0 else None) for i, prompt in enumerate(PROMPTS)
+    ]
+    drain(engine)
+    assert outputs(requests) == [want[0][:3], *want[1:]]
+    assert isinstance(requests[0].error, KeyError)
 
 
 def test_a_measured_captured_step_has_full_chains() -> None:

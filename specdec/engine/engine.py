@@ -10,13 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
-from specdec.drafters.protocol import Drafter, DraftQuery, DraftsOnDevice, Observation, UsesCache
+from specdec.drafters.protocol import Drafter, DraftsOnDevice, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
 from specdec.engine.capturable import why_no_graph
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.cost import CostTable
-from specdec.engine.emit import check_tree, deliver, deliver_captured
+from specdec.engine.drafting import draft
+from specdec.engine.emit import deliver, deliver_captured
 from specdec.engine.graphs import Outcome, StepGraphs
 from specdec.engine.packing import Packed, pack
 from specdec.engine.request import ABORT, Request, Stopping
@@ -148,9 +149,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now and free its blocks; one that has ended already stays as it is."""
         if request.finish_reason is None:
-            request.text += request.stop.flush()
-            request.finish_reason = ABORT
-            self._retire(request)
+            request.end(ABORT)
+            self._retire([request])
 
     @property
     def has_work(self) -> bool:
@@ -160,7 +160,9 @@ class Engine:
     def step(self) -> None:
         """Run one forward: every scheduled request moves on by a prompt chunk or by at least one token.
 
-        Captured steps are launched one ahead: a call launches the next and emits the one before.
+        Captured steps are launched one ahead: a call launches the next and emits the one before. A request that can't
+        go on ends with `finish_reason` "error" and `Request.error`, beside it nothing changes. What is raised here
+        concerns all: the model, or the rule, failed.
         """
         if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
             self.num_steps += 1
@@ -168,11 +170,11 @@ class Engine:
             return
         plan = self.scheduler.schedule()
         self.drafter.forget([r.id for r in plan.preempted])
+        tree, failed = draft(self.drafter, plan, self.model.vocab_size)
+        self._retire(failed)
         if not plan.items:
             return
         self.num_steps += 1
-        tree = self.drafter.propose(_draft_queries(plan))
-        check_tree(tree, plan.decoding, self.model.vocab_size, self.drafter.name)
         packed = pack(plan, tree, self.config.block_size, self.model.device)
         hidden = self.model.forward(packed.batch, self.pages)  # [N, H]
         logits = self.model.logits(hidden[packed.tree_rows])  # [nodes, V]
@@ -181,8 +183,7 @@ class Engine:
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
             deliver(item.request, result, tree, b, logits, self.drafter.name)
             self.node_budget.observe(item.request, item.max_nodes)
-            if item.request.finish_reason is not None:
-                self._retire(item.request)
+        self._retire([item.request for item in plan.decoding if item.request.finish_reason is not None])
 
     def check_integrity(self) -> None:
         """Check that no block is lost or held twice.
@@ -214,27 +215,19 @@ class Engine:
         self.drafter.observe(Observation([item.request.id for item in plan.items], counts, seen))
 
     def _emit_captured(self, outcomes: Sequence[Outcome]) -> None:
-        """Deliver what a captured step emitted. What can't be delivered comes last, so that nobody else's is lost."""
-        for outcome in sorted(outcomes, key=lambda o: o.tokens[-1] < 0):
+        """Deliver what a captured step emitted."""
+        for outcome in outcomes:
             request = outcome.request
             deliver_captured(request, outcome.tokens, outcome.leaf_reached, outcome.num_nodes, self.drafter.name)
             request.num_computed += len(outcome.tokens)
             self.node_budget.observe(request, outcome.max_nodes, padded=True)
-            if request.finish_reason is not None:
-                self._retire(request)
+        self._retire([outcome.request for outcome in outcomes if outcome.request.finish_reason is not None])
 
-    def _retire(self, request: Request) -> None:
-        self.scheduler.release(request)
-        self.node_budget.forget(request.id)
-        self.drafter.forget([request.id])
-
-
-def _draft_queries(plan: Plan) -> list[DraftQuery]:
-    return [
-        DraftQuery(r.id, r.tokens, r.num_output, item.max_nodes, r.params, r.block_table, r.num_computed)
-        for item in plan.decoding
-        for r in (item.request,)
-    ]
+    def _retire(self, ended: Sequence[Request]) -> None:
+        for request in ended:
+            self.scheduler.release(request)
+            self.node_budget.forget(request.id)
+        self.drafter.forget([request.id for request in ended])
 
 
 def _verify_queries(plan: Plan, eos_token_ids: Collection[int]) -> list[VerifyQuery]:

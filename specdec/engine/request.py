@@ -12,6 +12,7 @@ from specdec.outputs import Completion, SpeculationStats, TokenLogprob
 from specdec.params import SamplingParams
 
 ABORT = "abort"
+ERROR = "error"
 STOP = "stop"
 
 Stopping = Callable[["Request"], bool]
@@ -38,7 +39,8 @@ class Request:
         scores: for each output token the processed scores that it was chosen by, [1, V].
         logits: for each output token the target's raw logits, [1, V].
         text: certain text of the output.
-        finish_reason, stop_reason: as in `Completion`; None while it runs.
+        finish_reason, stop_reason: as in `Completion`, or "error"; None while it runs.
+        error: what ended it, where `finish_reason` is "error".
         stats: how speculation went.
     """
 
@@ -60,6 +62,7 @@ class Request:
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: Exception | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
@@ -71,6 +74,16 @@ class Request:
     def num_output(self) -> int:
         """Tokens delivered so far."""
         return len(self.tokens) - self.prompt_len
+
+    def end(self, reason: str, error: Exception | None = None) -> None:
+        """End the answer here, for a reason other than its last token."""
+        self.text += self.stop.flush()
+        self.finish_reason, self.error = reason, error
+
+    def check(self) -> None:
+        """Raise the error that ended the request, if one did."""
+        if self.error is not None:
+            raise self.error
 
     def completion(self) -> Completion:
         """Return the finished answer."""
