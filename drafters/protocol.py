@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
 from specdec.models.protocol import PackedModel
 from specdec.params import SamplingParams
@@ -105,8 +106,12 @@ class Drafter(Protocol):
 class UsesCache(Protocol):
     """What a drafter with attention layers has besides: its keys and values stand under the engine's block tables."""
 
-    def attach(self, pages: KVPages) -> None:
-        """Take the target's pages; layers of its own get pages of as many blocks of the same size."""
+    def attach(self, pages: KVPages, pool: BlockPool) -> None:
+        """Take the target's pages; layers of its own get pages of as many blocks of the same size.
+
+        A request's first blocks may come from another one, with the same tokens: what was written there before is
+        valid while the pool's version of a block stays (`specdec.cache.filled.FilledBlocks`).
+        """
         ...
 
 
@@ -135,6 +140,10 @@ class DeviceQuery:
     def roots(self) -> torch.Tensor:
         """Return the last token of each sequence, [S, 1] int64; any token of inactive ones."""
         return self.history.gather(1, (self.lengths - 1).clamp(min=0).unsqueeze(1)).to(torch.int64)
+
+    def first_positions(self) -> torch.Tensor:
+        """Return the output position of the root's children, [S] int64; any position of inactive sequences."""
+        return (self.lengths - self.prompt_lens).clamp(min=0)
 
 
 @runtime_checkable

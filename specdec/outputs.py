@@ -1,6 +1,6 @@
 """What the engine gives back. Layer 0: plain data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 
 TARGET = "target"
@@ -32,6 +32,7 @@ class SpeculationStats:
         num_drafts: forwards that had at least one draft token.
         num_draft_tokens: draft tokens that the target scored.
         num_accepted_tokens: delivered tokens that a drafter proposed.
+        num_cached_tokens: prompt tokens whose keys and values were there before the request.
         tried_by_depth: entry d − 1 counts the forwards whose accepted path reached depth d − 1 at a node with children.
         accepted_by_depth: entry d − 1 counts those that went on to depth d.
     """
@@ -41,6 +42,7 @@ class SpeculationStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_cached_tokens: int = 0
     tried_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
 
@@ -61,11 +63,11 @@ class SpeculationStats:
 
     def add(self, other: "SpeculationStats") -> None:
         """Add the counts of another request."""
-        for name in ("num_forwards", "num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("tried_by_depth", "accepted_by_depth"):
-            both = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
-            setattr(self, name, [a + b for a, b in both])
+        for name in (f.name for f in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            by_depth = isinstance(mine, list)
+            both = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if by_depth else mine + theirs
+            setattr(self, name, both)
 
     def count(self, num_kept: int, path_depth: int, leaf_reached: bool, num_draft_tokens: int) -> None:
         """Add one forward.

@@ -21,6 +21,7 @@ MAX_NGRAM_SIZE = 64
 MAX_LOGITS_PROCESSORS = 16
 MAX_BIAS = 10_000
 MAX_SPECULATIVE_TOKENS = 63
+MAX_SALT_LEN = 256
 
 LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
 """Maps a prefix, [1, L] int64, and its scores, [1, V] float32 or float64, to the scores [1, V] to choose by.
@@ -40,7 +41,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p × the likeliest one, in [0, 1).
         seed: the same seed gives the same tokens, whatever else runs; None draws a fresh one per request.
-        n: answers to give to the prompt, 1 to 128; they share the prompt's cache. Answer i uses seed + i.
+        n: answers to give to the prompt, 1 to 128; they share its cached prefix. Answer i uses seed + i.
         stop: strings that end the text (and are cut from it); a single string may be given.
         stop_token_ids: token ids that end the request, besides the model's own EOS tokens.
         ignore_eos: go on past the model's EOS tokens.
@@ -61,6 +62,7 @@ class SamplingParams:
             behind a stop, whose tokens are then dropped.
         num_speculative_tokens: most draft tokens of this request in a forward, 0 to 63; 0 decodes plainly, None leaves
             it to the engine. Never changes the answer.
+        cache_salt: only requests with the same salt share cached prefixes; None is a salt of its own.
 
     Raises:
         InvalidRequest: a value is out of bounds; the message names it.
@@ -89,6 +91,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
     num_speculative_tokens: int | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -110,6 +113,9 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
         if self.num_speculative_tokens is not None:
             _check_int("num_speculative_tokens", self.num_speculative_tokens, low=0, high=MAX_SPECULATIVE_TOKENS)
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_LEN):
+            raise InvalidRequest(f"cache_salt must be a string of 1 to {MAX_SALT_LEN} characters, not {salt!r:.80}")
         self._check_processors()
 
     def _check_processors(self) -> None:

@@ -14,7 +14,7 @@ from specdec.engine.answers import AnswerChunk
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
+from specdec.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown, SpecdecError
 from specdec.models.load import make_target
 from specdec.params import SamplingParams
 from specdec.verifier.rules import CoupledRule
@@ -196,23 +196,48 @@ def test_draining_finishes_what_runs_and_ends_what_takes_too_long(model: PreTrai
     run(main())
 
 
-class Broken(NGramDrafter):
+class BrokenRule(CoupledRule):
     """Fails at its third step."""
 
     num_calls = 0
 
-    def propose(self, queries: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         self.num_calls += 1
         if self.num_calls == 3:
             raise RuntimeError("a bug")
+        return super().__call__(*args)
+
+
+class FailsFor(NGramDrafter):
+    """Fails for the request whose prompt begins with 7."""
+
+    def propose(self, queries: Any) -> Any:
+        if any(query.tokens[0] == 7 for query in queries):
+            raise RuntimeError("no draft")
         return super().propose(queries)
+
+
+def test_a_request_that_fails_ends_alone(model: PreTrainedModel) -> None:
+    async def main() -> list[Any]:
+        async with running(make_engine(model, FailsFor())) as served:
+            calls = [collect(served, [first, 5], SamplingParams(max_new_tokens=9)) for first in (6, 7, 8)]
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            assert served.ready and served.totals.finished == {"length": 2, "error": 1}
+            return results
+
+    before, failed, behind = run(main())
+    assert isinstance(failed, SpecdecError) and "no draft" in str(failed)
+    for first, chunks in ((6, before), (8, behind)):
+        assert answers(chunks, 1)[0][0] == offline(model, [first, 5], SamplingParams(max_new_tokens=9))[0][0]
 
 
 def test_a_failing_step_ends_all_requests_with_a_named_error(
     model: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with running(make_engine(model, Broken())) as served:
+        engine = make_engine(model)
+        engine.rule = BrokenRule()
+        async with running(engine) as served:
             tasks = [collect(served, [i], SamplingParams(max_new_tokens=50)) for i in range(6)]
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(error, EngineDead) and "a bug" in str(error) for error in results)

@@ -110,8 +110,8 @@ def test_it_catches_up_after_rejections(tiny: PreTrainedModel, plain: list[list[
         def __init__(self) -> None:
             self.model, self.random, self.steps, self.log = perfect(tiny, (1, 1, 1)), RandomDrafter(), 0, []
 
-        def attach(self, pages):  # type: ignore[no-untyped-def]
-            self.model.attach(pages)
+        def attach(self, pages, pool):  # type: ignore[no-untyped-def]
+            self.model.attach(pages, pool)
 
         def propose(self, queries):  # type: ignore[no-untyped-def]
             self.steps += 1

@@ -24,6 +24,7 @@ class AnswerChunk:
         finish_reason: as in `Completion`, on the answer's last chunk; else None.
         stop_reason: as in `Completion`.
         stats: how speculation went, on the last chunk; else None.
+        error: what ended the answer, where `finish_reason` is "error".
     """
 
     index: int
@@ -34,6 +35,7 @@ class AnswerChunk:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     stats: SpeculationStats | None = None
+    error: Exception | None = None
 
     @property
     def text(self) -> str:
@@ -47,7 +49,7 @@ class News:
 
     Args:
         answer: whose.
-        token_ids, proposers, logprobs, finish_reason, stop_reason, stats: as in `AnswerChunk`.
+        token_ids, proposers, logprobs, finish_reason, stop_reason, stats, error: as in `AnswerChunk`.
     """
 
     answer: "Answer"
@@ -57,6 +59,7 @@ class News:
     finish_reason: str | None
     stop_reason: int | str | None
     stats: SpeculationStats | None
+    error: Exception | None
 
     def written(self) -> AnswerChunk:
         """Make the text. Called by one thread, in the order of the tokens."""
@@ -73,6 +76,7 @@ class News:
             self.finish_reason,
             self.stop_reason,
             self.stats,
+            self.error,
         )
 
 
@@ -107,12 +111,15 @@ class Answer:
             request.finish_reason,
             request.stop_reason,
             request.stats if request.finish_reason is not None else None,
+            request.error,
         )
 
 
 @dataclass(slots=True, eq=False)
 class Answers:
     """An asynchronous iterator over the chunks of a call's answers; leaving it closes it.
+
+    Once one of the answers has failed, the iteration raises what it failed with, after its last chunk.
 
     Args:
         num_answers: how many there are.
@@ -123,6 +130,7 @@ class Answers:
     on_close: Callable[["Answers"], None]
     num_open: int = field(init=False)
     closed: bool = False
+    _error: Exception | None = None
     _chunks: asyncio.Queue[AnswerChunk | Exception] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
@@ -142,13 +150,15 @@ class Answers:
         return self
 
     async def __anext__(self) -> AnswerChunk:
+        if self._error is not None:
+            raise self._error
         if not self.num_open:
             raise StopAsyncIteration
         chunk = await self._chunks.get()
         if isinstance(chunk, Exception):
-            self.num_open = 0
             raise chunk
         self.num_open -= chunk.finish_reason is not None
+        self._error = chunk.error
         return chunk
 
     def __enter__(self) -> Self:
@@ -170,4 +180,5 @@ def joined(chunks: Sequence[AnswerChunk]) -> AnswerChunk:
         last.finish_reason,
         last.stop_reason,
         last.stats,
+        last.error,
     )

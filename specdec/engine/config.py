@@ -23,6 +23,7 @@ class EngineConfig:
         deterministic: on a GPU a token's bits don't depend on what else is in the batch, so that speculative, batched
             and plain decoding agree in bf16 too; False takes the library's products for many rows.
         cuda_graphs: on a GPU capture decode steps, where everything that they need can be captured.
+        enable_prefix_caching: requests that begin with the same tokens share keys and values, also after one has ended.
 
     Raises:
         ConfigError: a value is out of bounds; the message names it.
@@ -36,6 +37,7 @@ class EngineConfig:
     max_nodes: int = MAX_NODES
     deterministic: bool = True
     cuda_graphs: bool = True
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):
@@ -44,7 +46,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-        for name in ("deterministic", "cuda_graphs"):
+        for name in ("deterministic", "cuda_graphs", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.max_nodes > MAX_NODES:

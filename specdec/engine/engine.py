@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
+from specdec.cache.prefix import PrefixIndex
 from specdec.drafters.protocol import Drafter, DraftsOnDevice, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
@@ -61,10 +62,11 @@ class Engine:
     ) -> None:
         self.model, self.drafter, self.rule, self.config = model, drafter, rule, config
         self.limits = resolve_limits(config, model.kv_layout, model.max_len)
-        self.pool = BlockPool(self.limits.num_blocks)
+        index = PrefixIndex(config.block_size) if config.enable_prefix_caching else None
+        self.pool = BlockPool(self.limits.num_blocks, index)
         self.pages = KVPages(model.kv_layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
-            drafter.attach(self.pages)
+            drafter.attach(self.pages, self.pool)
         self.node_budget = NodeBudget(cost_table, config.max_nodes)
         self.scheduler = Scheduler(config, self.pool, self.node_budget)
         self.num_steps = 0
@@ -89,7 +91,6 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
-        twin: Request | None = None,
         stopping: Stopping | None = None,
         detokenize: bool = True,
         keep_scores: bool = False,
@@ -100,7 +101,6 @@ class Engine:
         Args:
             prompt_token_ids: the prompt.
             params: what is asked for.
-            twin: an earlier request with the same prompt, whose full blocks of it the new one shares.
             stopping: called after each token with the request; says whether it ends there, besides the params' stops.
             detokenize: make `Request.text`; False leaves that to others, unless stop strings need it.
             keep_scores: collect in `Request.scores` the processed scores that each token was chosen by.
@@ -115,7 +115,7 @@ class Engine:
         if params.seed is None:
             params = params.with_seed(self._seeds.randint(0, MAX_SEED))
         stop = self.stop_checker(prompt, params, detokenize or bool(params.stop))
-        request = Request(next(self._ids), len(prompt), params, stop, prompt, twin=twin)
+        request = Request(next(self._ids), len(prompt), params, stop, prompt)
         request.stopping, request.keep_scores, request.keep_logits = stopping, keep_scores, keep_logits
         self.scheduler.waiting.append(request)
         return request
@@ -133,7 +133,7 @@ class Engine:
         """
         first = self.add(prompt_token_ids, params, **options)
         others = (params.with_seed(seed) for seed in first.params.seeds()[1:])
-        return [first, *(self.add(prompt_token_ids, p, twin=first, **options) for p in others)]
+        return [first, *(self.add(prompt_token_ids, p, **options) for p in others)]
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse what `add` would refuse. Reads nothing that changes, so any thread may ask.
@@ -185,6 +185,10 @@ class Engine:
             self.node_budget.observe(item.request, item.max_nodes)
         self._retire([item.request for item in plan.decoding if item.request.finish_reason is not None])
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of requests that have ended: to be called after the weights were changed."""
+        self.pool.forget_cached()
+
     def check_integrity(self) -> None:
         """Check that no block is lost or held twice.
 
@@ -220,6 +224,7 @@ class Engine:
             request = outcome.request
             deliver_captured(request, outcome.tokens, outcome.leaf_reached, outcome.num_nodes, self.drafter.name)
             request.num_computed += len(outcome.tokens)
+            self.scheduler.remember(request)
             self.node_budget.observe(request, outcome.max_nodes, padded=True)
         self._retire([outcome.request for outcome in outcomes if outcome.request.finish_reason is not None])
 

@@ -37,6 +37,7 @@ class Call:
     facts: dict[str, Any]
     _id: str = field(default_factory=lambda: uuid4().hex)
     _created: int = field(default_factory=lambda: int(time.time()))
+    _num_cached_tokens: int = 0
     _stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -59,6 +60,8 @@ class Call:
         async for chunk in self.service.metrics.watch(answers, self.start):
             if chunk.stats is not None:
                 self._stats.add(chunk.stats)
+                if chunk.index % self.params.n == 0:  # of each prompt's answers one
+                    self._num_cached_tokens += chunk.stats.num_cached_tokens
                 self.facts["finish_reasons"].append(chunk.finish_reason)
                 self.facts["completion_tokens"] = self._stats.num_output_tokens
                 self.facts["mean_acceptance_length"] = round(self._stats.mean_acceptance_length, 3)
@@ -71,6 +74,7 @@ class Call:
             "prompt_tokens": num_prompt,
             "completion_tokens": stats.num_output_tokens,
             "total_tokens": num_prompt + stats.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
             "speculation": {
                 "drafter": self.service.drafter,
                 "mean_acceptance_length": stats.mean_acceptance_length,

@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients expect them. No message tells more than its reader sent or may know."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from specdec.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown, SpecdecError
 
+logger = logging.getLogger("specdec.server")
 MAX_MESSAGE = 500
 """Characters of a message: some hold a value that came with the request."""
 RETRY_SECONDS = {QueueFull: 1, ShuttingDown: 5, EngineDead: 10}
@@ -65,6 +67,7 @@ def problem_of(error: SpecdecError) -> Problem:
             return Problem(
                 503, "the engine has failed and must be started again", "server_error", "engine_dead", None, retry
             )
+    logger.error("a request failed", exc_info=error)
     return INTERNAL
 
 

@@ -89,15 +89,24 @@ class EngineCounts:
             ("queue_capacity", "Answers that are taken at once, running and waiting.", self._engine.capacity),
             ("kv_cache_usage_ratio", "Share of the KV cache's blocks that are in use, 0 to 1.", used),
             ("kv_cache_blocks", "Blocks of the KV cache.", pool.num_blocks),
+            ("prefix_cache_blocks", "Blocks not in use whose tokens can be found again.", pool.stats.num_cached_blocks),
             ("ready", "1 while new requests are taken.", int(self._engine.ready)),
         ):
             yield GaugeMetricFamily(f"specdec_{name}", text, value)
 
     def _counters(self) -> Iterator[Metric]:
         engine, totals = self._engine.engine, self._engine.totals
+        prefix = engine.pool.stats
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of ended answers.", totals.num_prompt_tokens),
             ("generation_tokens", "Tokens of ended answers.", totals.stats.num_output_tokens),
+            (
+                "prefix_cache_queried_tokens",
+                "Prompt tokens looked for in the cache.",
+                prefix.num_queried_tokens,
+            ),
+            ("prefix_cache_hit_tokens", "Those of them that were there.", prefix.num_hit_tokens),
+            ("prefix_cache_evictions", "Cached blocks that had to make room.", prefix.num_evictions),
             ("preemptions", "Answers that had to give their blocks to others.", engine.scheduler.num_preemptions),
             ("steps", "Steps of the engine.", engine.num_steps),
         ):
