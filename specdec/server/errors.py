@@ -40,14 +40,18 @@ class Problem:
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object."""
-        message = self.message.encode(errors="replace").decode()  # halves of surrogate pairs can't be sent
-        if len(message) > MAX_MESSAGE:
-            message = message[:MAX_MESSAGE] + " …"
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _sendable(self.param)
+        return {"error": {"message": _sendable(self.message), "type": self.type, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """Return the response."""
         return JSONResponse(self.body(), self.status, dict(self.headers))
+
+
+def _sendable(text: str) -> str:
+    """The text without halves of surrogate pairs, which UTF-8 hasn't, and not too long."""
+    whole = text.encode(errors="replace").decode()
+    return whole if len(whole) <= MAX_MESSAGE else whole[:MAX_MESSAGE] + " …"
 
 
 INTERNAL = Problem(500, "the server failed; its log says why, under this response's X-Request-Id", "server_error")
@@ -83,6 +87,8 @@ def handle_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])[:100]
         param = first.get("ctx", {}).get("param", where) or None
+        if first["type"] == "json_invalid":  # its place is a number of characters
+            return Problem(400, "the body is not valid JSON", code="invalid_json").response()
         message = f"{where}: {first['msg']}" if where else first["msg"]
         return Problem(400, message, code="invalid_value", param=param).response()
 
