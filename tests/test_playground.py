@@ -5,6 +5,7 @@ With SPECDEC_SCREENSHOTS=docs/images the pictures of the documents are made anew
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,9 @@ def test_a_race_shows_both_and_their_texts_are_the_same(page: Any) -> None:
     assert page.locator("#lane-plain .token.drafted").count() == 0 and page.inner_text("#lane-plain .tau") == "1.00"
 
 
-def test_escape_stops_and_clear_forgets(page: Any, server: Served) -> None:
+def test_escape_stops_and_clear_forgets(page: Any, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    propose = server.engine.drafter.propose
+    monkeypatch.setattr(server.engine.drafter, "propose", lambda queries: time.sleep(0.05) or propose(queries))
     page.fill("#max_tokens", "240")
     page.fill("#prompt", "long")
     page.keyboard.press("Enter")

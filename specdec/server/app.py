@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from specdec import __version__
 from specdec.llm import LLM
-from specdec.server import completions, facts
+from specdec.server import completions, info
 from specdec.server.config import ServerConfig
 from specdec.server.errors import handle_errors
 from specdec.server.gate import Gate
@@ -44,6 +44,6 @@ def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
     )
     app.state.service = service
     app.include_router(completions.router)
-    app.include_router(facts.router)
+    app.include_router(info.router)
     handle_errors(app)
     return app
