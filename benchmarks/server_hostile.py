@@ -32,23 +32,27 @@ def broken(url: str, count: int) -> Iterator[dict[str, Any]]:
     """Yield requests against the server's OpenAPI, ready to be sent."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for path in OPERATIONS:
-        found: list[dict[str, Any]] = []
-        options = settings(
-            max_examples=count // len(OPERATIONS),
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
+        for case in _broken(schema[path]["POST"], count // len(OPERATIONS)):
+            yield case.as_transport_kwargs(base_url=url)
 
-        @seed(0)
-        @options
-        @given(case=schema[path]["POST"].as_strategy(generation_mode=GenerationMode.NEGATIVE))
-        def collect(case: schemathesis.Case, found: list[dict[str, Any]] = found) -> None:
-            found.append(case.as_transport_kwargs(base_url=url))
 
-        collect()
-        yield from found
+def _broken(operation: schemathesis.APIOperation, count: int) -> list[schemathesis.Case]:
+    found = []
+
+    @seed(0)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def collect(case: schemathesis.Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
 
 
 def handmade(url: str, count: int) -> Iterator[dict[str, Any]]:

@@ -1,11 +1,16 @@
 """`specdec serve`: the OpenAI-compatible server."""
 
+import sys
 from typing import Any
 
 import click
 
 from specdec.cli.options import model_options
 from specdec.errors import ConfigError
+
+SWITCH_SECONDS = 0.0005
+"""How long a Python thread keeps the interpreter while others wait: at the usual 5 ms each of the event loop's reads and
+writes would wait that long for the engine's thread."""
 
 
 @click.command()
@@ -39,4 +44,5 @@ def serve(model: str, drafter: str, device: str, dtype: str, log_level: str, **o
     config = ServerConfig(**options)
     set_up_logs(log_level)
     llm = LLM(model, drafter, device=device, dtype=dtype, **sizes)
+    sys.setswitchinterval(SWITCH_SECONDS)
     DrainingServer(make_app(llm, config), config).run()
