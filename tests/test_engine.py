@@ -17,7 +17,7 @@ from specdec.outputs import TARGET, SpeculationStats
 from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree, chain_parents
 from tests.conftest import VOCAB, tiny_llama
-from tests.engines import drain, make_engine, outputs, run
+from tests.engines import Optimist, drain, make_engine, outputs, run
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -330,6 +330,7 @@ def test_n_answers_under_preemption(tiny: PreTrainedModel) -> None:
     params = [SamplingParams(max_new_tokens=40, temperature=1.5, seed=seed) for seed in range(4)]
     want = [outputs(run(make_engine(tiny), [prompt], [p]))[0] for p in params]
     engine = make_engine(tiny, RandomDrafter(), num_blocks=8, max_model_len=96)
+    engine.scheduler.lengths = Optimist()
     first = engine.add(prompt, params[0])
     requests = [first, *(engine.add(prompt, p) for p in params[1:])]
     drain(engine)

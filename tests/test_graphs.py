@@ -25,7 +25,7 @@ from specdec.params import SamplingParams
 from specdec.verifier.rules import TypicalRule
 from specdec.verifier.tree import TokenTree
 from tests.conftest import tiny_llama
-from tests.engines import drain, make_engine, outputs, run
+from tests.engines import Optimist, drain, make_engine, outputs, run
 from tests.hydra import random_hydra, walking_hydra
 from tests.kernels import DEVICE, ON_GPU
 from tests.medusa import random_medusa, walking_medusa, walking_model
@@ -185,11 +185,30 @@ def test_an_abort_in_flight() -> None:
     assert requests[0].finish_reason == "abort" and outputs(requests[1:]) == want[1:]
 
 
+def test_an_aborted_request_is_asked_again_while_its_step_is_in_flight() -> None:
+    """CASES e1: its blocks go to others at once, though a step that was launched still writes to them."""
+    want = plain(GREEDY, max_model_len=32)
+    engine = graph_engine(num_blocks=7, max_model_len=32)
+    assert engine.graphs is not None
+    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS]
+    again = []
+    for i, request in enumerate(requests):
+        while not engine.graphs._flying:
+            engine.step()
+        engine.abort(request)
+        engine.check_integrity()
+        again.append(engine.add(PROMPTS[i], GREEDY[0]))
+    drain(engine)
+    assert outputs(again) == want
+
+
 def test_a_small_pool_goes_back_to_eager_steps() -> None:
     """Where blocks can't be reserved ahead, eager steps preempt; tokens stay the same."""
     params = [SamplingParams(max_new_tokens=18)] * 3
     engine = graph_engine(num_blocks=4, max_model_len=64)
+    engine.scheduler.lengths = Optimist()
     assert outputs(run(engine, PROMPTS, params)) == plain(params, max_model_len=64)
+    assert engine.scheduler.num_preemptions and engine.graphs is not None and engine.graphs.stats.num_graphs
 
 
 def test_the_context_limit_is_reached() -> None:

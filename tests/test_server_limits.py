@@ -214,6 +214,23 @@ def test_a_full_queue_says_when_to_come_again() -> None:
         assert [future.result().status_code for future in running] == [200, 200]
 
 
+def test_a_client_may_let_others_go_first() -> None:
+    with served(tiny_llm(max_num_seqs=1)) as server, ThreadPoolExecutor(3) as pool:
+        order: list[str] = []
+
+        def ask(name: str, **fields: Any) -> None:
+            assert server.complete(ignore_eos=True, **fields).status_code == 200
+            order.append(name)
+
+        calls = [pool.submit(ask, "running", max_tokens=200)]
+        for i, (name, priority) in enumerate((("patient", 5), ("hasty", 0)), start=2):
+            until(lambda i=i: server.service.engine.num_open == i - 1)
+            calls.append(pool.submit(ask, name, max_tokens=20, priority=priority))
+        for call in calls:
+            call.result()
+    assert order == ["running", "hasty", "patient"]
+
+
 def test_a_dead_engine_fails_what_runs_and_is_neither_ready_nor_alive() -> None:
     with served() as server:
 

@@ -9,8 +9,8 @@ from specdec.cli.options import model_options
 from specdec.errors import ConfigError
 
 SWITCH_SECONDS = 0.0005
-"""How long a Python thread keeps the interpreter while others wait: at the usual 5 ms each of the event loop's reads and
-writes would wait that long for the engine's thread."""
+"""How long a Python thread keeps the interpreter while others wait: at the usual 5 ms each read and write of the event
+loop would wait that long for the engine's thread."""
 
 
 @click.command()

@@ -112,12 +112,13 @@ class AsyncEngine:
         if self.num_open + num_answers > self.capacity:
             raise QueueFull(f"{self.num_open} of {self.capacity} places are taken; try again later")
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Answers:
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, priority: int = 0) -> Answers:
         """Queue `params.n` answers to each prompt: all of them, or none. Close what is returned, or leave it.
 
         Args:
             prompts: token ids.
             params: for all of them.
+            priority: as for `Engine.add`.
 
         Raises:
             InvalidRequest: as in `Engine.add`; or no prompt was given.
@@ -131,7 +132,7 @@ class AsyncEngine:
         answers = Answers(len(prompts) * params.n, self._close)
         self.num_open += answers.num_answers
         self._calls.add(answers)
-        self._orders.put(partial(self._begin, answers, prompts, params))
+        self._orders.put(partial(self._begin, answers, prompts, params, priority))
         return answers
 
     async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[AnswerChunk]:
@@ -180,8 +181,9 @@ class AsyncEngine:
             order()
             wait = False
 
-    def _begin(self, answers: Answers, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        requests = [r for prompt in prompts for r in self.engine.add_answers(prompt, params, detokenize=False)]
+    def _begin(self, answers: Answers, prompts: Sequence[Sequence[int]], params: SamplingParams, priority: int) -> None:
+        add = partial(self.engine.add_answers, params=params, priority=priority, detokenize=False)
+        requests = [request for prompt in prompts for request in add(prompt)]
         for index, request in enumerate(requests):
             stop = self.engine.stop_checker(request.tokens, params)  # makes the text; the request's own needn't
             self._live.append(Answer(answers, index, request, stop))

@@ -91,6 +91,7 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
+        priority: int = 0,
         stopping: Stopping | None = None,
         detokenize: bool = True,
         keep_scores: bool = False,
@@ -101,6 +102,7 @@ class Engine:
         Args:
             prompt_token_ids: the prompt.
             params: what is asked for.
+            priority: requests of a lower one start first and are the last to make room for others.
             stopping: called after each token with the request; says whether it ends there, besides the params' stops.
             detokenize: make `Request.text`; False leaves that to others, unless stop strings need it.
             keep_scores: collect in `Request.scores` the processed scores that each token was chosen by.
@@ -115,9 +117,9 @@ class Engine:
         if params.seed is None:
             params = params.with_seed(self._seeds.randint(0, MAX_SEED))
         stop = self.stop_checker(prompt, params, detokenize or bool(params.stop))
-        request = Request(next(self._ids), len(prompt), params, stop, prompt)
+        request = Request(next(self._ids), len(prompt), params, stop, prompt, priority=priority)
         request.stopping, request.keep_scores, request.keep_logits = stopping, keep_scores, keep_logits
-        self.scheduler.waiting.append(request)
+        self.scheduler.add(request)
         return request
 
     def stop_checker(self, prompt: Sequence[int], params: SamplingParams, detokenize: bool = True) -> StopChecker:

@@ -13,6 +13,7 @@ from specdec.params import SamplingParams
 
 ABORT = "abort"
 ERROR = "error"
+LENGTH = "length"
 STOP = "stop"
 
 Stopping = Callable[["Request"], bool]
@@ -30,6 +31,7 @@ class Request:
         stop: decides where the answer ends.
         tokens: prompt and output; the last one is the next root.
         block_table: the blocks that hold its keys and values.
+        priority: lower ones go first.
         num_computed: leading tokens whose keys and values are committed; always fewer than the tokens.
         proposers: for each output token, who proposed it.
         logprobs: for each output token, if asked for.
@@ -49,6 +51,7 @@ class Request:
     stop: StopChecker
     tokens: list[int]
     block_table: list[int] = field(default_factory=list)
+    priority: int = 0
     num_computed: int = 0
     proposers: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -62,6 +65,11 @@ class Request:
     stop_reason: int | str | None = None
     error: Exception | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Place among all requests: by priority, then first come, first served."""
+        return self.priority, self.id
 
     @property
     def num_pending(self) -> int:

@@ -30,7 +30,7 @@ async def answer(call: Call, request: Request) -> Response:
     Raises:
         InvalidRequest, QueueFull, ShuttingDown, EngineDead: see `AsyncEngine.submit`.
     """
-    answers = call.service.engine.submit(call.prompts, call.params)
+    answers = call.service.engine.submit(call.prompts, call.params, priority=call.body.priority)
     if call.body.stream:
         return EventStream(_events(call, answers), answers)
     with answers:

@@ -45,7 +45,7 @@ class SpeculationOptions(Strict):
 
 
 class SamplingRequest(Strict):
-    """What both kinds of completion take; the last ten fields are not OpenAI's."""
+    """What both kinds of completion take; the last nine fields are not OpenAI's."""
 
     model: str = Field(max_length=500)
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
@@ -67,6 +67,7 @@ class SamplingRequest(Strict):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    priority: int = Field(0, ge=0, le=_INT32)  # one can only go behind others, not before
     speculation: SpeculationOptions = Field(default_factory=SpeculationOptions)
 
     @field_validator("logit_bias")
