@@ -20,19 +20,22 @@ from specdec.drafters.layouts import check_tensors, read_tensors
 from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.drafters.protocol import DraftTarget
 from specdec.drafters.published import PUBLISHED_FILES, published_kind, read_published
+from specdec.drafters.recurrent_heads import RecurrentHeads
 from specdec.errors import CheckpointError, ConfigError
 from specdec.hub.cache import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-H = TypeVar("H", MedusaHeads, HydraHeads)
+H = TypeVar("H", MedusaHeads, HydraHeads, RecurrentHeads)
+Heads = MedusaHeads | HydraHeads | RecurrentHeads
 
 __all__ = [
     "DraftHeads",
     "HeadsConfig",
     "HydraHeads",
     "MedusaHeads",
+    "RecurrentHeads",
     "base_fingerprint",
     "base_of_heads",
     "heads_kind",
@@ -44,9 +47,10 @@ __all__ = [
 ]
 
 FORMAT = "specdec-heads"
-KINDS: dict[str, type[MedusaHeads] | type[HydraHeads]] = {"medusa": MedusaHeads, "hydra": HydraHeads}
+KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": HydraHeads, "recurrent": RecurrentHeads}
 VERSION = 1
 CONFIG_FILE = "config.json"
+TOKEN_IDS = "token_ids"
 WEIGHTS_FILE = "heads.safetensors"
 
 _FINGERPRINT_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -77,7 +81,7 @@ def base_fingerprint(model: "PreTrainedModel") -> str:
 
 def make_heads(
     config: HeadsConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> MedusaHeads | HydraHeads:
+) -> Heads:
     """Return new heads of the config's kind: the identity on the hidden state, own projections zero."""
     return KINDS[config.kind](config, device, dtype)
 
@@ -105,7 +109,7 @@ def save_config(config: HeadsConfig, path: str | Path) -> None:
 
 def load_heads(
     path: str | Path, target: DraftTarget | None = None, *, allow_pickle: bool = False, check_base: bool = True
-) -> MedusaHeads | HydraHeads:
+) -> Heads:
     """Load draft heads, ours or published, and check that they are whole and belong to the target.
 
     Reads our folder, Medusa v1 (`medusa_lm_head.safetensors` or `.pt`), Medusa "version": "2" (residual blocks
@@ -203,13 +207,29 @@ def _read_ours(folder: Path, raw: dict[str, Any]) -> tuple[HeadsConfig, dict[str
     file = folder / WEIGHTS_FILE
     tensors, metadata = read_tensors(file, allow_pickle=False)
     expected = make_heads(config, device="meta").state_dict()
-    check_tensors(tensors, {name: tuple(tensor.shape) for name, tensor in expected.items()}, file)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    if shapes.pop(TOKEN_IDS, None):
+        _check_token_ids(tensors.get(TOKEN_IDS), config, file)
+        check_tensors({name: tensor for name, tensor in tensors.items() if name != TOKEN_IDS}, shapes, file)
+    else:
+        check_tensors(tensors, shapes, file)
     if metadata.get("base_fingerprint") != config.base_fingerprint:
         raise CheckpointError(
             f"{file}: was saved for base {metadata.get('base_fingerprint')!r}, but {CONFIG_FILE} says "
             f"{config.base_fingerprint!r}; the two are from different saves, save the heads again"
         )
     return config, tensors
+
+
+def _check_token_ids(ids: Tensor | None, config: HeadsConfig, file: Path) -> None:
+    """Check the map of a draft vocabulary: [D] int64, ascending ids of the base's vocabulary."""
+    count = config.num_columns
+    fits = ids is not None and ids.dtype == torch.int64 and ids.shape == (count,)
+    if not fits or not (ids.diff() > 0).all() or not 0 <= int(ids[0]) <= int(ids[-1]) < config.vocab_size:  # type: ignore[union-attr,index]
+        raise CheckpointError(
+            f"{file}: {TOKEN_IDS} must be {count} different ids of {config.vocab_size} tokens, ascending, as int64: "
+            "the draft vocabulary is damaged, save the heads again"
+        )
 
 
 def _parse_config(path: Path, raw: dict[str, Any]) -> HeadsConfig:

@@ -16,10 +16,11 @@ from specdec.drafters.choices import Choice
 from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.hydra_heads import HydraHeads
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget
+from specdec.drafters.recurrent_heads import RecurrentHeads
 from specdec.errors import ConfigError
 
 Rank = Callable[[Tensor, int, int], Tensor]
-"""Logits [S, P, V] of the head of a depth, that depth and k → each row's k best tokens, [S, P, k] int64."""
+"""Logits [S, P, V] of the head of a depth, that depth and k → each path's k best tokens, [S, P, k] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class _Level:
         num_paths: how many paths the first 1, 2, … children continue.
         num_ranks: how many candidates they take of a path at most.
         paths: [P, depth + 1] int64, the nodes from the root to each one that has children.
+        above: [P] int64, for each path the one of the depth before that it continues; 0 at the root.
         places: [C] int64, `nodes`.
         rows: [C] int64, the path that each child continues.
         ranks: [C] int64, its rank there.
@@ -40,6 +42,7 @@ class _Level:
     num_paths: tuple[int, ...]
     num_ranks: tuple[int, ...]
     paths: Tensor
+    above: Tensor
     places: Tensor
     rows: Tensor
     ranks: Tensor
@@ -57,10 +60,11 @@ class HydraGuesses:
         ConfigError: the target has no input embeddings.
     """
 
-    def __init__(self, heads: HydraHeads, target: DraftTarget, choices: Sequence[Choice]) -> None:
+    def __init__(self, heads: HydraHeads | RecurrentHeads, target: DraftTarget, choices: Sequence[Choice]) -> None:
         if target.embed is None:
             raise ConfigError("Hydra heads read the target's input embeddings; give the DraftTarget its embed")
-        self._heads, self._embed, self._lm_head = heads, target.embed, target.lm_head
+        self._heads, self._embed = heads, target.embed
+        self._lm_head = target.head_for(heads.token_ids if heads.projection is None else None)
         self._levels = _levels(choices, target.device)
 
     def on_host(self, queries: Sequence[DraftQuery], hidden: Tensor, choices: Sequence[Choice]) -> list[list[int]]:
@@ -69,38 +73,45 @@ class HydraGuesses:
 
         def rank(logits: Tensor, depth: int, num_ranks: int) -> Tensor:
             positions = [query.num_output + depth for query in queries]
-            return coupled_scores(logits.float(), [q.params for q in queries], positions).topk(num_ranks).indices
+            params = [query.params for query in queries]
+            scores = coupled_scores(logits.float(), params, positions, self._heads.token_ids)
+            return self._heads.tokens_of(scores.topk(num_ranks).indices)
 
         tokens: list[list[int]] = self._expand(roots, hidden, 1 + len(choices), rank)[:, 1:].tolist()
         return tokens
 
     def on_device(self, query: DeviceQuery, num_nodes: int) -> Tensor:
         """Return the tokens of the first nodes; see `Guesses`."""
-        return self._expand(query.roots(), query.hidden, num_nodes, partial(_rank_on_device, query))
+        return self._expand(
+            query.roots(), query.hidden, num_nodes, partial(_rank_on_device, query, self._heads.token_ids)
+        )
 
     def _expand(self, roots: Tensor, hidden: Tensor, num_nodes: int, rank: Rank) -> Tensor:
         """The tokens [S, num_nodes] of the first nodes below roots [S, 1] that hidden states [S, H] yielded."""
         tokens = roots.repeat(1, num_nodes)  # the root's until a level is drafted
+        states = hidden.unsqueeze(1)  # [S, P, H], of the level before
         for depth, level in enumerate(self._levels):
             count = bisect_left(level.nodes, num_nodes)
             if not count:
                 break
             num_paths, num_ranks = level.num_paths[count - 1], level.num_ranks[count - 1]
             embedded = self._embed(tokens[:, level.paths[:num_paths]]).to(hidden)  # [S, P, depth + 1, H]
-            above = hidden[:, None].expand(-1, num_paths, -1).flatten(0, 1)  # [S P, H]
-            states = self._heads.next_states(above, embedded.flatten(0, 1))
-            logits = self._heads.project(states[:, None], self._lm_head, depth)  # [S P, 1, V]
+            above = states[:, level.above[:num_paths]].flatten(0, 1)  # [S P, H]
+            read = hidden[:, None].expand(-1, num_paths, -1).flatten(0, 1)
+            found = self._heads.next_states(read, embedded.flatten(0, 1), above)
+            logits = self._heads.project(found[:, None], self._lm_head, depth)  # [S P, 1, V]
+            states = found.view(len(roots), num_paths, -1)
             ranked = rank(logits.view(len(roots), num_paths, -1), depth, num_ranks)
             tokens.index_copy_(1, level.places[:count], ranked[:, level.rows[:count], level.ranks[:count]])
         return tokens
 
 
-def _rank_on_device(query: DeviceQuery, logits: Tensor, depth: int, num_ranks: int) -> Tensor:
+def _rank_on_device(query: DeviceQuery, token_ids: Tensor | None, logits: Tensor, depth: int, num_ranks: int) -> Tensor:
     from specdec.kernels.gpu.rank import rank
 
     num_paths = logits.shape[1]
     positions = (query.first_positions() + depth).unsqueeze(1).expand(-1, num_paths).flatten()
-    best = rank(logits.flatten(0, 1), query.temperature, query.seeds, positions, num_ranks, num_paths)
+    best = rank(logits.flatten(0, 1), query.temperature, query.seeds, positions, num_ranks, num_paths, token_ids)
     return best.view(*logits.shape[:2], num_ranks)
 
 
@@ -113,7 +124,8 @@ def _levels(choices: Sequence[Choice], device: torch.device) -> list[_Level]:
     def put(values: Sequence[object]) -> Tensor:  # here, because nothing can be copied from the host during a capture
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    levels = []
+    levels: list[_Level] = []
+    before: list[Choice] = []
     for depth in range(max(len(choice) for choice in choices)):
         children = [choice for choice in choices if len(choice) == depth + 1]
         parents = list(dict.fromkeys(choice[:-1] for choice in children))
@@ -124,12 +136,14 @@ def _levels(choices: Sequence[Choice], device: torch.device) -> list[_Level]:
                 nodes=tuple(nodes),
                 num_paths=_largest(rows),
                 num_ranks=_largest(ranks),
+                above=put([before.index(parent[:-1]) if before else 0 for parent in parents]),
                 paths=put([[node_of[parent[:d]] for d in range(depth + 1)] for parent in parents]),
                 places=put(nodes),
                 rows=put(rows),
                 ranks=put(ranks),
             )
         )
+        before = parents
     return levels
 
 

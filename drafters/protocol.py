@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
+from specdec.errors import ConfigError
 from specdec.models.protocol import PackedModel
 from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree
@@ -68,6 +69,7 @@ class DraftTarget:
         tokenizer: the target's, for drafters that have one of their own; None if there is none.
         embed: maps token ids [...] to the model's own input embeddings [..., H], scaled as its embedding module scales
             them; None if there is none.
+        head_rows: from token ids [D] to `lm_head` for those tokens alone, [R, H] to [R, D]; None if there is none.
     """
 
     hidden_size: int
@@ -79,6 +81,22 @@ class DraftTarget:
     model: PackedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    head_rows: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]] | None = None
+
+    def head_for(self, token_ids: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the head for the tokens that drafts are made of.
+
+        Args:
+            token_ids: [D], a draft vocabulary; None for all tokens.
+
+        Raises:
+            ConfigError: some are wanted, and the target gives no head for them.
+        """
+        if token_ids is None:
+            return self.lm_head
+        if self.head_rows is None:
+            raise ConfigError("heads with a draft vocabulary score part of it; give the DraftTarget its head_rows")
+        return self.head_rows(token_ids)
 
 
 class Drafter(Protocol):

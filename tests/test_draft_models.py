@@ -36,7 +36,7 @@ def plain(tiny: PreTrainedModel) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain_long(tiny: PreTrainedModel) -> list[list[int]]:
-    return outputs(run(make_engine(tiny), PROMPTS, asks(48)))
+    return outputs(run(make_engine(tiny), PROMPTS, asks(32)))
 
 
 def perfect(model: PreTrainedModel, widths: tuple[int, ...]) -> DraftModelDrafter:
@@ -79,7 +79,7 @@ def test_tokens_never_change_under_preemption_and_chunked_prompts(name, tiny, pl
     engine.scheduler.lengths = Optimist()
     for pages in (*engine.pages.k, *engine.pages.v):
         pages.fill_(torch.nan)
-    assert outputs(run(engine, PROMPTS, asks(48))) == plain_long
+    assert outputs(run(engine, PROMPTS, asks(32))) == plain_long
     assert engine.scheduler.num_preemptions
 
 

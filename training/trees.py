@@ -100,7 +100,7 @@ def draft_seconds(heads: DraftHeads, lm_head: Callable[[Tensor], Tensor]) -> flo
 
     Args:
         heads: draft heads; Hydra's states follow one path of embeddings.
-        lm_head: the base's head, [R, H] to [R, V].
+        lm_head: the base's head, as for `DraftHeads.project`.
     """
     weight = next(heads.parameters())
     hidden = torch.zeros(1, heads.config.hidden_size, device=weight.device, dtype=weight.dtype)

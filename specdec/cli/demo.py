@@ -154,7 +154,9 @@ def _print_table(console: "Console", rows: list[Row]) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(title="tokens a second; × is spec against HF generate", title_justify="left", box=SIMPLE)
+    table = Table(
+        title="tokens a second; × is spec against HF generate", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
     for heading in ("prompt", "drafter"):
         table.add_column(heading, no_wrap=True, min_width=10)
     for heading in ("= HF", "HF", "plain", "spec", "×", "τ"):

@@ -1,9 +1,11 @@
 """Options that several commands share, and the objects that they describe."""
 
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from specdec.llm import LLM
@@ -15,8 +17,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def model_options(command: F) -> F:
-    """Add --model, --drafter, --device and --dtype."""
+    """Add --model, --drafter, --device, --dtype and --quantization."""
     for option in (
+        click.option("--quantization", help="Of the weights: int8, int8_dynamic, int4, fp8 or nf4."),
         click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU."),
         click.option("--device", default="auto", help="auto takes a GPU where there is one."),
         click.option(
@@ -64,7 +67,19 @@ def make_llm(options: dict[str, Any]) -> "LLM":
     """Load the model and the drafter that the options name."""
     from specdec.llm import LLM
 
-    return LLM(options["model"], options["drafter"], device=options["device"], dtype=options["dtype"])
+    names = ("device", "dtype", "quantization")
+    return LLM(options["model"], options["drafter"], **{name: options[name] for name in names})
+
+
+def given_command() -> str:
+    """Return the running command as it was given, such as "specdec train medusa --out=heads"."""
+    context = click.get_current_context()
+    words = ["specdec", *context.command_path.split()[1:]]
+    for param in context.command.params:
+        if param.name and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            value, flag = context.params[param.name], param.opts[-1]
+            words.append(flag if value is True else f"{flag}={value}")
+    return shlex.join(words)
 
 
 def report(stats: "SpeculationStats", seconds: float) -> str:

@@ -28,7 +28,9 @@ loop would wait that long for the engine's thread."""
 @click.option("--max-body-bytes", default=4 << 20, help="Longest body of a request.")
 @click.option("--drain-seconds", default=30.0, help="How long running answers may go on after SIGTERM.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
-def serve(model: str, drafter: str, device: str, dtype: str, log_level: str, **options: Any) -> None:
+def serve(
+    model: str, drafter: str, device: str, dtype: str, quantization: str | None, log_level: str, **options: Any
+) -> None:
     """Serve a model over HTTP as OpenAI does, with a playground at /."""
     try:
         from specdec.server.app import make_app
@@ -43,6 +45,6 @@ def serve(model: str, drafter: str, device: str, dtype: str, log_level: str, **o
     sizes = {name: options.pop(name) for name in ("max_num_seqs", "max_model_len", "num_blocks")}
     config = ServerConfig(**options)
     set_up_logs(log_level)
-    llm = LLM(model, drafter, device=device, dtype=dtype, **sizes)
+    llm = LLM(model, drafter, device=device, dtype=dtype, quantization=quantization, **sizes)
     sys.setswitchinterval(SWITCH_SECONDS)
     DrainingServer(make_app(llm, config), config).run()

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +38,28 @@ def train() -> None:
 @click.option("--self-distill", is_flag=True, help="The model answers the prompts of --data anew.")
 @click.option("--num-prompts", default=2000, help="How many prompts the model writes with `--prompts self`.")
 @click.option("--answer-tokens", default=256, help="Most tokens of the model's own answers.")
-@click.option("--temperature", default=0.7, help="Of the model's own answers.")
+@click.option(
+    "--temperature",
+    "temperatures",
+    multiple=True,
+    default=(0.0, 0.7),
+    show_default=True,
+    help="Of the model's own answers; several are taken in turn.",
+)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Becomes the folder of the heads.")
 @click.option(
-    "--kind", type=click.Choice(["medusa", "hydra"]), default="medusa", help="Hydra's see drafts before them."
+    "--kind",
+    type=click.Choice(["medusa", "hydra", "recurrent"]),
+    default="medusa",
+    help="Hydra's see the drafts before them; recurrent heads too, by one cell for all.",
 )
 @click.option("--heads", "num_heads", default=4, help="How many heads: tokens that can be drafted in a row.")
-@click.option("--layers", "num_layers", default=1, help="Residual blocks of each head.")
+@click.option(
+    "--layers", "num_layers", type=int, help="Residual blocks of each head.  [default: 1; recurrent heads have none]"
+)
+@click.option("--width", type=int, help="Inner size of MLPs, in hidden sizes.  [default: 2 for hydra, 4 for recurrent]")
 @click.option("--projection", type=click.Choice(["shared", "own"]), default="shared", help="The base's, or one a head.")
+@click.option("--draft-vocab", type=click.IntRange(min=1), help="Score the N most frequent answer tokens alone.")
 @click.option(
     "--base-precision",
     type=click.Choice(["auto", "fp32", "bf16", "int8", "nf4"]),
@@ -54,6 +69,11 @@ def train() -> None:
 @click.option("--steps", default=1000, help="Optimizer steps, one batch each.")
 @click.option("--batch-tokens", default=8192, help="Most tokens of a batch, padding included; longer examples are cut.")
 @click.option("--lr", default=1e-3, help="Peak learning rate.")
+@click.option(
+    "--soft-labels/--hard-labels",
+    default=True,
+    help="Whether heads learn the model's distribution at each answer token, or the token alone.",
+)
 @click.option("--decay", default=0.8, help="The loss of head k counts decay ** k.")
 @click.option("--warmup", default=40, help="Steps of warm-up before the cosine.")
 @click.option("--seed", default=0, help="Of the order of the examples, and of the model's own prompts and answers.")
@@ -62,6 +82,7 @@ def train() -> None:
 @click.option(
     "--resume", is_flag=True, help="Go on from the last checkpoint in --out; from the start if none is there."
 )
+@click.option("--licence", help="Of the heads, for their card; by default the base's.")
 @click.option("--device", default="auto", help="auto takes a GPU where there is one.")
 @click.option("--dtype", default="auto", help="Of the heads at the end: auto is float32 on a CPU, bfloat16 on a GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
@@ -71,8 +92,9 @@ def medusa(**options: Any) -> None:
     The answers are those of --data, or the model's own: to the prompts of --data with --self-distill, or to --prompts.
     Prompts that the model wrote, and its answers, are kept in --out and found there again by --resume.
 
-    Of twenty prompts one, of all at most 64, are held out and measured on. Several processes: `accelerate launch
-    "$(which specdec)" train medusa …`.
+    Of twenty prompts one, of all at most 64, are held out and measured on; the tree that suits the heads there is
+    stored with them, and `specdec tree` finds the one that is fastest on this device. Several processes:
+    `accelerate launch "$(which specdec)" train medusa …`.
     """
     from specdec.cli.examples import make_examples
     from specdec.errors import CheckpointError, ConfigError
@@ -100,18 +122,32 @@ def train_medusa(
         model: the base, on its device.
         examples: of which some are held out.
         config: how to train.
-        options: the command's out, kind, num_heads, num_layers, projection, resume, dtype, as_json.
+        options: the command's out, kind, num_heads, num_layers, width, projection, draft_vocab, resume, dtype, as_json,
+            and what the heads' card tells of: model, licence and where the data come from.
     """
     from accelerate import PartialState
 
     from specdec.llm import resolve_dtype
+    from specdec.training.card import add_facts
+    from specdec.training.checkpoint import writing
     from specdec.training.data import split
     from specdec.training.hidden import new_heads
     from specdec.training.trainer import train as run
+    from specdec.training.vocab import frequent_tokens
 
     dtype = resolve_dtype(options["dtype"], model.device)
     train_set, held_out = split(examples, min(MOST_HELD_OUT, max(1, len(examples) // 20)))
-    heads = new_heads(model, options["num_heads"], options["num_layers"], options["projection"], options["kind"])
+    kind, count = options["kind"], options["draft_vocab"]
+    num_layers = (0 if kind == "recurrent" else 1) if options["num_layers"] is None else options["num_layers"]
+    heads = new_heads(
+        model,
+        options["num_heads"],
+        num_layers,
+        options["projection"],
+        kind,
+        options["width"],
+        None if count is None else frequent_tokens(train_set, count, len(model.get_output_embeddings().weight)),
+    )
     with _progress(config.steps) as report:
         result = run(
             model,
@@ -125,13 +161,76 @@ def train_medusa(
             report=report,
         )
     if PartialState().is_main_process:
-        _print_result(result, config.steps, options["out"], options["as_json"])
+        taus = _store_tree(model, held_out, options["out"]) if held_out else {}
+        with writing(options["out"]):
+            facts = _card_facts(options, train_set, held_out, config, result)
+            add_facts(options["out"], heads.config, training=facts)
+        _print_result(result, config.steps, options["out"], taus, options["as_json"])
+
+
+def _store_tree(model: "PreTrainedModel", held_out: "list[Example]", out: Path) -> dict[int, float]:
+    """Store the tree that the trained heads are accepted deepest with; return the τ expected of each size."""
+    from specdec.cli.tree import MAX_NODES, NUM_RANKS, SIZES
+    from specdec.drafters.heads import load_heads, save_config
+    from specdec.errors import ConfigError
+    from specdec.training.accuracies import joint_ranks
+    from specdec.training.checkpoint import writing
+    from specdec.training.trees import trees_from_ranks
+
+    heads = load_heads(out).to(model.device, model.dtype).requires_grad_(False)
+    try:
+        ranks = joint_ranks(model, heads, held_out, NUM_RANKS).ranks
+    except ConfigError as error:
+        click.echo(f"no tree was stored: {error}", err=True)
+        return {}
+    sizes = trees_from_ranks(ranks, NUM_RANKS, MAX_NODES)
+    with writing(out):
+        save_config(replace(heads.config, tree=tuple(sizes.choices) or None), out)
+    return {n: sizes.tau(n) for n in SIZES if n <= len(sizes.taus)}
+
+
+def _card_facts(
+    options: Mapping[str, Any],
+    train_set: "list[Example]",
+    held_out: "list[Example]",
+    config: "TrainConfig",
+    result: "TrainResult",
+) -> dict[str, Any]:
+    """What the heads' card says of their training."""
+    from specdec.cli.options import given_command
+    from specdec.hub.known import KNOWN_MODELS
+
+    known = KNOWN_MODELS.get(options["model"])
+    facts: dict[str, Any] = {
+        "base": known.title if known else Path(options["model"]).name,
+        "licence": options["licence"] or (known.licence if known else "that of the base"),
+        "command": given_command(),
+        "data": _recipe(options),
+        "examples": len(train_set),
+        "held_out": len(held_out),
+        "labels": sum(sum(example.answer) for example in train_set),
+        "peak_bytes": result.peak_bytes,
+    }
+    facts |= {name: getattr(config, name) for name in ("steps", "batch_tokens", "lr", "decay", "soft_labels", "seed")}
+    found = result.evaluation
+    return facts | ({} if found is None else {"top1": found.top(1), "top5": found.top(5)})
+
+
+def _recipe(options: Mapping[str, Any]) -> str:
+    """Where the examples come from, in words."""
+    file = options["data"] or options["prompts"]
+    if options["prompts"] is None and not options["self_distill"]:
+        return f"the answers in {Path(file).name}"
+    prompts = "prompts that the model wrote itself" if file == "self" else f"the prompts of {Path(file).name}"
+    warmth = " and ".join(map(str, options["temperatures"]))
+    how = f"at temperature {warmth}, at most {options['answer_tokens']} tokens each"
+    return f"{prompts}, answered by the model itself {how}"
 
 
 def _config(options: Mapping[str, Any]) -> "TrainConfig":
     from specdec.training.config import TrainConfig
 
-    names = ("steps", "batch_tokens", "lr", "decay", "warmup", "seed", "eval_every", "save_every")
+    names = ("steps", "batch_tokens", "lr", "decay", "warmup", "seed", "soft_labels", "eval_every", "save_every")
     return TrainConfig(**{name: options[name] for name in names})
 
 
@@ -151,26 +250,22 @@ def _load_base(options: Mapping[str, Any]) -> "Loaded":
 
 def _precision(name: str, device: "torch.device") -> "tuple[torch.dtype, Any]":
     """The dtype of the base, and how transformers shall quantize it; None for not at all."""
-    import importlib.util
-
     import torch
 
     from specdec.errors import ConfigError
+    from specdec.hub.quantize import is_installed, quantization_config
 
     if name == "auto":
         name = "fp32" if device.type == "cpu" else "bf16"
     if name in ("fp32", "bf16"):
         return (torch.float32 if name == "fp32" else torch.bfloat16), None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"base precision {name!r} needs bitsandbytes; `pip install bitsandbytes`, or use bf16")
+    if name == "nf4":
+        return torch.bfloat16, quantization_config("nf4", torch.bfloat16, device)
+    if not is_installed("bitsandbytes"):
+        raise ConfigError(f"base precision {name!r} needs bitsandbytes: pip install bitsandbytes; or use bf16")
     from transformers import BitsAndBytesConfig
 
-    if name == "int8":
-        return torch.bfloat16, BitsAndBytesConfig(load_in_8bit=True)
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    return torch.bfloat16, quantization
+    return torch.bfloat16, BitsAndBytesConfig(load_in_8bit=True)
 
 
 @contextmanager
@@ -197,16 +292,20 @@ def _accuracies(top1: list[float], top5: list[float]) -> str:
     return "held-out top-1/top-5 by head " + " ".join(f"{a:.2f}/{b:.2f}" for a, b in zip(top1, top5, strict=True))
 
 
-def _print_result(result: "TrainResult", steps: int, out: Path, as_json: bool) -> None:
+def _print_result(result: "TrainResult", steps: int, out: Path, taus: Mapping[int, float], as_json: bool) -> None:
     found = result.evaluation
     if as_json:
         measured = {"top1": found.top(1), "top5": found.top(5), "accuracies": found.accuracies} if found else {}
         loss = None if math.isnan(result.loss) else result.loss
         line = {"out": str(out), "steps": steps, "loss": loss, "skipped": result.num_skipped}
-        click.echo(json.dumps(line | measured | {"plot": result.plotted}))
+        line |= {"peak_bytes": result.peak_bytes}
+        click.echo(json.dumps(line | measured | {"expected_tau": taus, "plot": result.plotted}))
         return
     if found is not None:
         click.echo(_accuracies(found.top(1), found.top(5)))
+    if taus:
+        click.echo("expected τ by nodes of the tree " + ", ".join(f"{n}: {tau:.2f}" for n, tau in taus.items()))
+    click.echo(f"peak memory {result.peak_bytes / 1e9:.2f} GB")
     if result.num_skipped:
         click.echo(f"{result.num_skipped} batches had no answer token and were skipped")
     if not result.plotted:

@@ -163,8 +163,8 @@ class Engine:
         """Run one forward: every scheduled request moves on by a prompt chunk or by at least one token.
 
         Captured steps are launched one ahead: a call launches the next and emits the one before. A request that can't
-        go on ends with `finish_reason` "error" and `Request.error`, beside it nothing changes. What is raised here
-        concerns all: the model, or the rule, failed.
+        go on ends with `finish_reason` "error" and `Request.error`; the others don't notice. What is raised here
+        concerns all: the model or the rule failed.
         """
         if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
             self.num_steps += 1
