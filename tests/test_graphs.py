@@ -4,6 +4,7 @@ Without a GPU nothing is captured: the same step runs in Triton's interpreter, o
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_tokens_are_those_of_eager_steps(name: str) -> None:
 
 def test_a_request_may_limit_its_own_drafts() -> None:
     want = plain(GREEDY)
-    params = [SamplingParams(max_new_tokens=6, num_speculative_tokens=k) for k in (0, 2, None)]
+    params = [replace(p, num_speculative_tokens=k) for p, k in zip(GREEDY, (0, 2, None), strict=True)]
     requests = run(graph_engine(BushDrafter(successors(want)), max_nodes=4), PROMPTS, params)
     assert outputs(requests) == want
     assert requests[0].stats.num_draft_tokens == 0 and requests[0].stats.mean_acceptance_length == 1
