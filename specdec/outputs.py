@@ -1,6 +1,7 @@
 """What the engine gives back. Layer 0: plain data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 
 TARGET = "target"
 """Stands beside tokens that the target itself chose (the bonus token of each forward)."""
@@ -59,6 +60,14 @@ class SpeculationStats:
     def acceptance_by_depth(self) -> list[float]:
         """Conditional acceptance rate at depths 1, 2, …."""
         return [a / t if t else 0.0 for a, t in zip(self.accepted_by_depth, self.tried_by_depth, strict=True)]
+
+    def add(self, other: "SpeculationStats") -> None:
+        """Add the counts of another request."""
+        for name in (f.name for f in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            by_depth = isinstance(mine, list)
+            both = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if by_depth else mine + theirs
+            setattr(self, name, both)
 
     def count(self, num_kept: int, path_depth: int, leaf_reached: bool, num_draft_tokens: int) -> None:
         """Add one forward.

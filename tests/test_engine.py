@@ -116,6 +116,24 @@ def test_proposers_and_counters_of_an_oracle(tiny: PreTrainedModel, answer: list
     assert stats.mean_acceptance_length == pytest.approx(10 / 3)
 
 
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_a_request_may_limit_its_own_drafts(limit: int, tiny: PreTrainedModel, answer: list[int]) -> None:
+    params = [SamplingParams(max_new_tokens=24, num_speculative_tokens=k) for k in (limit, None)]
+    limited, free = run(make_engine(tiny, OracleDrafter({tuple(PROMPT): answer})), [PROMPT, PROMPT], params)
+    assert outputs([limited]) == outputs([free]) == [answer[:24]]
+    assert len(limited.stats.accepted_by_depth) == limit < len(free.stats.accepted_by_depth)
+
+
+def test_stats_add_up() -> None:
+    total = SpeculationStats()
+    for num_kept, depth in ((3, 2), (1, 1), (5, 4)):
+        own = SpeculationStats()
+        own.count(num_kept, depth, True, 4)
+        total.add(own)
+    assert (total.num_forwards, total.num_output_tokens, total.num_draft_tokens) == (3, 9, 12)
+    assert total.accepted_by_depth == [3, 2, 1, 1] and total.num_accepted_tokens == 7
+
+
 def test_stats_count_what_was_delivered_only() -> None:
     stats = SpeculationStats()
     assert (stats.mean_acceptance_length, stats.draft_acceptance_rate) == (0, 0)
@@ -199,6 +217,8 @@ def test_stop_strings_need_a_tokenizer(tiny: PreTrainedModel) -> None:
         {"stop_token_ids": [-1]},
         {"logprobs": 10**9},
         {"logprobs": True},
+        {"num_speculative_tokens": 64},
+        {"num_speculative_tokens": -1},
     ],
 )
 def test_absurd_parameters_are_refused_by_name(bad: dict[str, object]) -> None:

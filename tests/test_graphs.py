@@ -4,6 +4,7 @@ Without a GPU nothing is captured: the same step runs in Triton's interpreter, o
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ class BushDrafter:
 
     def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         root, lengths = query.roots(), query.lengths
-        tokens = torch.cat([root, (root + 1) % 97, self._next[root], self._next[self._next[root]]], 1)[:, :num_nodes]
+        tokens = torch.cat([root, (root + 1) % 97, self._next[root], self._next[self._next[root]]], 1)
+        tokens = tokens[:, :num_nodes].contiguous()
         parents = self._parents[:, :num_nodes].expand(len(tokens), -1)
         count = torch.full_like(lengths, num_nodes, dtype=torch.int32)
         return tokens, parents, torch.where(lengths > 0, count, 0)
@@ -102,6 +104,16 @@ def test_tokens_are_those_of_eager_steps(name: str) -> None:
     assert [r.finish_reason for r in requests] == ["length"] * 3
     if name == "bush":
         assert max(r.stats.mean_acceptance_length for r in requests) > 1.2, "no draft was right: nothing was tested"
+
+
+def test_a_request_may_limit_its_own_drafts() -> None:
+    want = plain(GREEDY)
+    params = [replace(p, num_speculative_tokens=k) for p, k in zip(GREEDY, (0, 2, None), strict=True)]
+    requests = run(graph_engine(BushDrafter(successors(want)), max_nodes=4), PROMPTS, params)
+    assert outputs(requests) == want
+    assert requests[0].stats.num_draft_tokens == 0 and requests[0].stats.mean_acceptance_length == 1
+    drafted = [r.stats.num_draft_tokens / max(1, r.stats.num_drafts) for r in requests]
+    assert 0 < drafted[1] <= 2 < drafted[2] <= 3
 
 
 @pytest.mark.parametrize("random_heads", [random_medusa, random_hydra, random_recurrent])

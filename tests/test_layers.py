@@ -22,6 +22,8 @@ LAYERS = {
     "specdec.hf": 7,
     "specdec.llm": 7,
     "specdec.cli": 8,
+    "specdec.encode": 7,
+    "specdec.server": 8,
 }
 FOLDERS = {"kernels", "cache", "verifier", "drafters", "training"}
 
@@ -34,7 +36,15 @@ def layer_of(module: str) -> int | None:
 def sources() -> dict[str, Path]:
     """Dotted name → file of every module of the package, each once: through its real folder."""
     paths = [*(ROOT / "specdec").glob("*.py")]
-    for folder in [*FOLDERS, "specdec/engine", "specdec/models", "specdec/hub", "specdec/hf", "specdec/cli"]:
+    for folder in [
+        *FOLDERS,
+        "specdec/engine",
+        "specdec/models",
+        "specdec/hub",
+        "specdec/hf",
+        "specdec/cli",
+        "specdec/server",
+    ]:
         paths += (ROOT / folder).rglob("*.py")
     named = {}
     for path in paths:

@@ -9,6 +9,7 @@ from specdec.cli.export import export
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.pull import pull
+from specdec.cli.serve import serve
 from specdec.cli.train import train
 from specdec.cli.tree import tree
 from specdec.cli.tune import tune
@@ -45,5 +46,5 @@ def main() -> None:
     """Generate several tokens per forward pass without changing what the model says."""
 
 
-for _command in (generate, chat, pull, info, tune, train, tree, export, demo):
+for _command in (generate, chat, serve, pull, info, tune, train, tree, export, demo):
     main.add_command(_command)

@@ -81,7 +81,7 @@ class NodeBudget:
         scarce = busy or num_rows < len(requests) * (self._most - 1)
         most = min(self._most, self._largest + 1) if scarce else self._most
         # The last token needs no draft: it is the choice at the root.
-        limits = [most if r.stop.max_tokens - r.num_output > 1 else 1 for r in requests]
+        limits = [min(most, r.params.max_nodes) if r.stop.max_tokens - r.num_output > 1 else 1 for r in requests]
         context = sum(len(r.tokens) for r in requests) / max(1, len(requests))
         nodes = self._share([state.quality for state in states], limits, num_rows, context)
         left = num_rows - sum(nodes) + len(nodes)

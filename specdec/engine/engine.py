@@ -3,6 +3,7 @@
 import random
 from collections.abc import Collection, Sequence
 from itertools import count
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ from specdec.engine.packing import Packed, pack
 from specdec.engine.request import ABORT, Request, Stopping
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
+from specdec.errors import InvalidRequest
 from specdec.models.batch import slot
 from specdec.models.decoder import Decoder
 from specdec.models.protocol import PackedModel
@@ -69,8 +71,8 @@ class Engine:
         self.node_budget = NodeBudget(cost_table, config.max_nodes, chances)
         self.scheduler = Scheduler(config, self.pool, self.node_budget)
         self.num_steps = 0
-        self._tokenizer = tokenizer
-        self._eos = frozenset(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._num_real_tokens = num_real_tokens or model.vocab_size
         self._ids = count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -92,6 +94,7 @@ class Engine:
         *,
         priority: int = 0,
         stopping: Stopping | None = None,
+        detokenize: bool = True,
         keep_scores: bool = False,
         keep_logits: bool = False,
     ) -> Request:
@@ -102,6 +105,7 @@ class Engine:
             params: what is asked for.
             priority: requests of a lower one start first and are the last to make room for others.
             stopping: called after each token with the request; says whether it ends there, besides the params' stops.
+            detokenize: make `Request.text`; False leaves that to others, unless stop strings need it.
             keep_scores: collect in `Request.scores` the processed scores that each token was chosen by.
             keep_logits: collect in `Request.logits` the target's raw logits behind each token.
 
@@ -110,16 +114,40 @@ class Engine:
                 ids or leaves nothing to choose; or a stop string was given without a tokenizer.
         """
         prompt = list(prompt_token_ids)
-        check_prompt(prompt, self.model.vocab_size, self.limits.max_model_len)
-        check_token_ids(params, self.model.vocab_size, self._num_real_tokens, self._eos)
+        self.check(prompt, params)
         if params.seed is None:
             params = params.with_seed(self._seeds.randint(0, MAX_SEED))
-        room = self.limits.max_model_len - len(prompt)
-        stop = StopChecker(params, self._eos, self._tokenizer, prompt, limit=room)
+        stop = self.stop_checker(prompt, params, detokenize or bool(params.stop))
         request = Request(next(self._ids), len(prompt), params, stop, prompt, priority=priority)
         request.stopping, request.keep_scores, request.keep_logits = stopping, keep_scores, keep_logits
         self.scheduler.add(request)
         return request
+
+    def stop_checker(self, prompt: Sequence[int], params: SamplingParams, detokenize: bool = True) -> StopChecker:
+        """Return what decides where an answer to the prompt ends, and makes its text if it is to detokenize."""
+        room = self.limits.max_model_len - len(prompt)
+        return StopChecker(params, self.eos_token_ids, self.tokenizer if detokenize else None, prompt, limit=room)
+
+    def add_answers(self, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any) -> list[Request]:
+        """Queue `params.n` requests, which share the blocks of their prompt; answer i has seed + i.
+
+        Args:
+            prompt_token_ids, params, options: as for `add`.
+        """
+        first = self.add(prompt_token_ids, params, **options)
+        others = (params.with_seed(seed) for seed in first.params.seeds()[1:])
+        return [first, *(self.add(prompt_token_ids, p, **options) for p in others)]
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what `add` would refuse. Reads nothing that changes, so any thread may ask.
+
+        Raises:
+            InvalidRequest: as in `add`.
+        """
+        check_prompt(prompt_token_ids, self.model.vocab_size, self.limits.max_model_len)
+        check_token_ids(params, self.model.vocab_size, self._num_real_tokens, self.eos_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest(f"stop strings need a tokenizer; stop is {list(params.stop)!r}")
 
     def abort(self, request: Request) -> None:
         """End a request now and free its blocks; one that has ended already stays as it is."""
@@ -153,7 +181,7 @@ class Engine:
         packed = pack(plan, tree, self.config.block_size, self.model.device)
         hidden = self.model.forward(packed.batch, self.pages)  # [N, H]
         logits = self.model.logits(hidden[packed.tree_rows])  # [nodes, V]
-        accepted = self.rule(tree, logits, _verify_queries(plan, self._eos), self._num_real_tokens)
+        accepted = self.rule(tree, logits, _verify_queries(plan, self.eos_token_ids), self._num_real_tokens)
         self._commit(plan, packed, accepted, hidden)
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
             deliver(item.request, result, tree, b, logits, self.drafter.name)
