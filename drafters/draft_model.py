@@ -84,9 +84,10 @@ class DraftModelDrafter:
         self._cached: dict[int, _Cached] = {}
 
     def attach(self, pages: KVPages) -> None:
-        """Take the target's pages, or make own ones of as many blocks."""
+        """Take the target's pages, or make own ones of as many blocks and the same format."""
         if self._own_pages:
-            pages = KVPages(self._model.kv_layout, pages.num_blocks, pages.block_size, self._model.device)
+            layout = self._model.kv_layout.like(pages.layout)
+            pages = KVPages(layout, pages.num_blocks, pages.block_size, self._model.device)
         self._pages = pages
         self._cached.clear()
 

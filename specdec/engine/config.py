@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from specdec.cache.pages import KVLayout
 from specdec.errors import ConfigError
+from specdec.kernels.formats import FORMATS
 from specdec.verifier.tree import MAX_NODES
 
 _AUTO_POOL_BYTES = 1 << 30
@@ -22,6 +23,10 @@ class EngineConfig:
         max_nodes: most tree nodes a sequence, root included, 1 to 64.
         deterministic: on a GPU a token's bits don't depend on what else is in the batch, so that speculative, batched
             and plain decoding agree in bf16 too; False takes the library's products for many rows.
+        kv_cache_dtype: how keys and values are stored: "auto" as they are; "fp8" and "int8" take about half the room of
+            16 bits, "int4" less than a third.
+        kv_group_size: values along head_dim that share a scale: 8, 16, 32, 64 or 128 in int8, 32, 64 or 128 in int4; by
+            default the largest up to 64 that fits.
         cuda_graphs: on a GPU capture decode steps, where everything that they need can be captured.
 
     Raises:
@@ -36,6 +41,8 @@ class EngineConfig:
     max_nodes: int = MAX_NODES
     deterministic: bool = True
     cuda_graphs: bool = True
+    kv_cache_dtype: str = "auto"
+    kv_group_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):
@@ -47,6 +54,11 @@ class EngineConfig:
         for name in ("deterministic", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.kv_cache_dtype not in ("auto", *FORMATS):
+            names = ", ".join(FORMATS)
+            raise ConfigError(f"kv_cache_dtype must be auto or one of {names}, not {self.kv_cache_dtype!r}")
+        if self.kv_group_size is not None and self.kv_cache_dtype == "auto":
+            raise ConfigError('kv_group_size is for quantized pages; give kv_cache_dtype="int8" or "int4" too')
         if self.max_nodes > MAX_NODES:
             raise ConfigError(f"max_nodes must be at most {MAX_NODES}, not {self.max_nodes}")
         if self.max_num_batched_tokens < self.max_num_seqs:

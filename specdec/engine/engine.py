@@ -57,9 +57,10 @@ class Engine:
         cost_table: CostTable | None = None,
     ) -> None:
         self.model, self.drafter, self.rule, self.config = model, drafter, rule, config
-        self.limits = resolve_limits(config, model.kv_layout, model.max_len)
+        layout = model.kv_layout.stored_as(config.kv_cache_dtype, config.kv_group_size)
+        self.limits = resolve_limits(config, layout, model.max_len)
         self.pool = BlockPool(self.limits.num_blocks)
-        self.pages = KVPages(model.kv_layout, self.limits.num_blocks, config.block_size, model.device)
+        self.pages = KVPages(layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
             drafter.attach(self.pages)
         self.node_budget = NodeBudget(cost_table, config.max_nodes)

@@ -141,8 +141,7 @@ class CapturedStep:
         num_seqs = self._bucket(grid.num_seqs[-1], 1, grid.contexts[-1]).num_seqs
         rng = torch.Generator(model.device).manual_seed(0)
         self._pages = KVPages(model.kv_layout, num_seqs * width, _BLOCK_SIZE, model.device)
-        for pages in (*self._pages.k, *self._pages.v):
-            pages.normal_(generator=rng)
+        self._pages.randomize(rng)
         self._state = DeviceState.make(num_seqs, grid.max_model_len, width, model.device)
         self._state.history.random_(model.vocab_size, generator=rng)
         blocks = torch.randperm(num_seqs * width, generator=rng, device=model.device)
@@ -189,8 +188,7 @@ class EngineStep:
         )
         self._chains = _RandomChains(model.vocab_size)
         self._engine = Engine(model, self._chains, CoupledRule(), config, seed=0)
-        for pages in (*self._engine.pages.k, *self._engine.pages.v):
-            pages.zero_()  # contexts are never computed; what is there must not be NaN
+        self._engine.pages.randomize(torch.Generator(model.device).manual_seed(0))
 
     def __call__(self, num_seqs: int, num_nodes: int, context: int) -> float:
         """Run one step and return its seconds, the device's work included."""
