@@ -34,6 +34,7 @@ __all__ = [
     "HydraHeads",
     "MedusaHeads",
     "base_fingerprint",
+    "base_of_heads",
     "heads_kind",
     "load_heads",
     "load_heads_of",
@@ -168,6 +169,15 @@ def heads_kind(path: str | Path) -> str:
         return "medusa"
     kind = raw.get("kind") if _is_ours(path, raw) else published_kind(path)
     return kind if isinstance(kind, str) and kind in KINDS else "medusa"
+
+
+def base_of_heads(folder: Path) -> str:
+    """Return the fingerprint of the base that the heads in a folder of our layout were trained for; empty if unknown.
+
+    Raises:
+        CheckpointError: its config is damaged.
+    """
+    return str(_read_json(folder / CONFIG_FILE).get("base_fingerprint", ""))
 
 
 def _is_ours(path: Path, raw: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Hydra drafters whose answers are known: over the model that walks through a permutation, and random ones."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -56,10 +56,10 @@ def walking_heads(num_heads: int = 3) -> HydraHeads:
     return heads
 
 
-def walking_hydra(model: LlamaForCausalLM, choices: list[tuple[int, ...]]) -> HydraDrafter:
+def walking_hydra(model: LlamaForCausalLM, choices: Sequence[tuple[int, ...]]) -> HydraDrafter:
     """The drafter of these heads."""
-    target = replace(target_of(model), embed=model.get_input_embeddings())
-    return HydraDrafter(walking_heads(), target, choices, max_nodes=64)
+    target = target_of(model)
+    return HydraDrafter(walking_heads().to(target.device, target.dtype), target, choices, max_nodes=64)
 
 
 def _predecessor(token: int) -> int:

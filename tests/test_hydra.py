@@ -227,7 +227,7 @@ def test_the_engine_gives_heads_the_models_own_scaled_embeddings(tmp_path: Path)
     engine = build_engine(model, str(tmp_path), EngineConfig(num_blocks=16, max_model_len=64))
     assert isinstance(engine.drafter, HydraDrafter)
     weight = model.get_input_embeddings().weight
-    torch.testing.assert_close(engine.drafter._embed(torch.tensor([3])), weight[3:4] * size.hidden_size**0.5)
+    torch.testing.assert_close(engine.drafter._guesses._embed(torch.tensor([3])), weight[3:4] * size.hidden_size**0.5)
     request = engine.add([1, 2, 3], SamplingParams(max_new_tokens=4, ignore_eos=True))
     drain(engine)
     assert request.stats.num_draft_tokens

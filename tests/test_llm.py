@@ -140,7 +140,7 @@ def test_rules_by_name_and_object() -> None:
     "options, error, message",
     [
         ({"drafter": "engram"}, ConfigError, "unknown drafter 'engram'; did you mean 'ngram'"),
-        ({"drafter_options": {"k": 3}}, ConfigError, "drafter 'ngram' has no option 'k'"),
+        ({"drafter_options": {"k": 3}}, ConfigError, "drafter 'auto' has no option 'k'"),
         ({"drafter": "medusa"}, ConfigError, "medusa:PATH"),
         ({"drafter": "medusa:/nowhere"}, CheckpointError, "/nowhere"),
         ({"max_num_seq": 3}, ConfigError, "no option 'max_num_seq'; did you mean 'max_num_seqs'"),
