@@ -80,6 +80,7 @@ class DraftModelDrafter:
         self._vocab_size = min(vocab_size, model.vocab_size)
         self._widths = tuple(widths)
         self._own_pages = own_pages
+        self.kv_layouts = (model.kv_layout,) if own_pages else ()
         self._pages: KVPages | None = None
         self._cached: dict[int, _Cached] = {}
 

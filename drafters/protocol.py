@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specdec.cache.pages import KVPages
+from specdec.cache.pages import KVLayout, KVPages
 from specdec.models.protocol import PackedModel
 from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree
@@ -105,8 +105,11 @@ class Drafter(Protocol):
 class UsesCache(Protocol):
     """What a drafter with attention layers has besides: its keys and values stand under the engine's block tables."""
 
+    kv_layouts: Sequence[KVLayout]
+    """Of the layers that aren't the target's."""
+
     def attach(self, pages: KVPages) -> None:
-        """Take the target's pages; layers of its own get pages of as many blocks of the same size."""
+        """Take the target's pages; layers of its own get pages of as many blocks of the same size and format."""
         ...
 
 

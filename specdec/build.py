@@ -1,6 +1,7 @@
 """Puts an engine together from a loaded Hugging Face model, a drafter and a rule."""
 
 import difflib
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.cost import CostKey, CostTable, device_name, find_table
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
+from specdec.models.cachecheck import check_cache
 from specdec.models.decoder import Decoder
 from specdec.models.hf import HFModel
 from specdec.models.load import make_target
@@ -36,6 +38,8 @@ def build_engine(
     packed: Decoder | HFModel | None = None,
 ) -> Engine:
     """Build the engine that runs a loaded model. The weights stay the model's own.
+
+    Where keys and values are quantized, a short text is run both ways first, with a warning if that hurts this model.
 
     Args:
         model: checked and in evaluation mode, as `specdec.hub.load` returns it.
@@ -67,7 +71,7 @@ def build_engine(
         tokenizer=tokenizer,
         embed=model.get_input_embeddings(),
     )
-    return Engine(
+    engine = Engine(
         packed,
         make_drafter(drafter, target, **(drafter_options or {})),
         make_rule(rule) if isinstance(rule, str) else rule,
@@ -78,6 +82,11 @@ def build_engine(
         seed=seed,
         cost_table=_cost_table(cost_table, model, config.deterministic),
     )
+    if engine.pages.layout.format is not None:
+        report = check_cache(packed, engine.pages.layout, tokenizer)
+        if report.hurts:
+            warnings.warn(report.warning, UserWarning, stacklevel=3)
+    return engine
 
 
 def cost_key(model: PreTrainedModel, deterministic: bool = True) -> CostKey:

@@ -48,11 +48,11 @@ def load_values(pages, row, ok, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: t
         BLOCK_G: tl.constexpr = BLOCK_D // GROUP
         if pages.kind == "int4":
             codes = _load(pages.codes, row, ok, D // 2, BLOCK_D // 2, 0)
-            x = tl.interleave(codes & 15, codes >> 4).to(tl.float32)
+            x = _to_float(tl.interleave(codes & 15, codes >> 4), 0.0)
         elif pages.kind == "fp8":
             x = _from_e4m3(_load(pages.codes, row, ok, D, BLOCK_D, 0))
         else:
-            x = _load(pages.codes, row, ok, D, BLOCK_D, 0).to(tl.int8, bitcast=True).to(tl.float32)
+            x = _to_float(_load(pages.codes, row, ok, D, BLOCK_D, 0) ^ 0x80, 128.0)
         x = tl.reshape(x, [M, BLOCK_G, GROUP])
         if pages.kind == "int4":  # the rows of scales are twice as wide: zero points stand behind
             scale = _load(pages.scales, row * 2, ok, GROUPS, BLOCK_G, 0.0).to(tl.float32)
@@ -85,7 +85,7 @@ def store_values(pages, row, ok, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
             _store(pages.scales, row * 2, ok, scale, GROUPS, BLOCK_G)
             _store(pages.scales, row * 2 + 1, ok, zero, GROUPS, BLOCK_G)
         else:
-            LARGEST: tl.constexpr = 448.0 if pages.kind == "fp8" else 127.0
+            LARGEST: tl.constexpr = 256.0 if pages.kind == "fp8" else 127.0
             scale = _to_scale(tl.max(tl.abs(x), 2) * (1.0 / LARGEST))
             x = tl.reshape(_divide(x, scale, -LARGEST, LARGEST), [M, BLOCK_D])
             codes = _to_e4m3(x) if pages.kind == "fp8" else _round(x).to(tl.int8).to(tl.uint8, bitcast=True)
@@ -126,11 +126,17 @@ def _round(x):
 
 
 @triton.jit
+def _to_float(byte, ZERO: tl.constexpr):
+    """A byte less `ZERO`, as the last bits of 2^23: conversions of integers run at a quarter of the speed."""
+    return (byte.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+
+
+@triton.jit
 def _from_e4m3(code):
-    """The code's exponent and fraction stand as well in fp16, whose exponents are 8 higher."""
-    code = code.to(tl.int16)
-    bits = (code & 0x7F) << 7 | (code & 0x80) << 8
-    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    """The code's exponent and fraction stand as well in fp32, whose exponents are 120 higher."""
+    code = code.to(tl.int32)
+    bits = (code & 0x7F) << 20 | (code & 0x80) << 24
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
 @triton.jit

@@ -58,7 +58,8 @@ class Engine:
     ) -> None:
         self.model, self.drafter, self.rule, self.config = model, drafter, rule, config
         layout = model.kv_layout.stored_as(config.kv_cache_dtype, config.kv_group_size)
-        self.limits = resolve_limits(config, layout, model.max_len)
+        own = drafter.kv_layouts if isinstance(drafter, UsesCache) else ()
+        self.limits = resolve_limits(config, [layout, *(x.like(layout) for x in own)], model.max_len, model.device)
         self.pool = BlockPool(self.limits.num_blocks)
         self.pages = KVPages(layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
