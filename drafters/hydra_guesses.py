@@ -16,6 +16,7 @@ from specdec.drafters.choices import Choice
 from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.hydra_heads import HydraHeads
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget
+from specdec.drafters.recurrent_heads import RecurrentHeads
 from specdec.errors import ConfigError
 
 Rank = Callable[[Tensor, int, int], Tensor]
@@ -31,6 +32,7 @@ class _Level:
         num_paths: how many paths the first 1, 2, … children continue.
         num_ranks: how many candidates they take of a path at most.
         paths: [P, depth + 1] int64, the nodes from the root to each one that has children.
+        above: [P] int64, for each path the one of the depth before that it continues; 0 at the root.
         places: [C] int64, `nodes`.
         rows: [C] int64, the path that each child continues.
         ranks: [C] int64, its rank there.
@@ -40,6 +42,7 @@ class _Level:
     num_paths: tuple[int, ...]
     num_ranks: tuple[int, ...]
     paths: Tensor
+    above: Tensor
     places: Tensor
     rows: Tensor
     ranks: Tensor
@@ -57,7 +60,7 @@ class HydraGuesses:
         ConfigError: the target has no input embeddings.
     """
 
-    def __init__(self, heads: HydraHeads, target: DraftTarget, choices: Sequence[Choice]) -> None:
+    def __init__(self, heads: HydraHeads | RecurrentHeads, target: DraftTarget, choices: Sequence[Choice]) -> None:
         if target.embed is None:
             raise ConfigError("Hydra heads read the target's input embeddings; give the DraftTarget its embed")
         self._heads, self._embed, self._lm_head = heads, target.embed, target.lm_head
@@ -81,15 +84,18 @@ class HydraGuesses:
     def _expand(self, roots: Tensor, hidden: Tensor, num_nodes: int, rank: Rank) -> Tensor:
         """The tokens [S, num_nodes] of the first nodes below roots [S, 1] that hidden states [S, H] yielded."""
         tokens = roots.repeat(1, num_nodes)  # the root's until a level is drafted
+        states = hidden.unsqueeze(1)  # [S, P, H], of the level before
         for depth, level in enumerate(self._levels):
             count = bisect_left(level.nodes, num_nodes)
             if not count:
                 break
             num_paths, num_ranks = level.num_paths[count - 1], level.num_ranks[count - 1]
             embedded = self._embed(tokens[:, level.paths[:num_paths]]).to(hidden)  # [S, P, depth + 1, H]
-            above = hidden[:, None].expand(-1, num_paths, -1).flatten(0, 1)  # [S P, H]
-            states = self._heads.next_states(above, embedded.flatten(0, 1))
-            logits = self._heads.project(states[:, None], self._lm_head, depth)  # [S P, 1, V]
+            above = states[:, level.above[:num_paths]].flatten(0, 1)  # [S P, H]
+            read = hidden[:, None].expand(-1, num_paths, -1).flatten(0, 1)
+            found = self._heads.next_states(read, embedded.flatten(0, 1), above)
+            logits = self._heads.project(found[:, None], self._lm_head, depth)  # [S P, 1, V]
+            states = found.view(len(roots), num_paths, -1)
             ranked = rank(logits.view(len(roots), num_paths, -1), depth, num_ranks)
             tokens.index_copy_(1, level.places[:count], ranked[:, level.rows[:count], level.ranks[:count]])
         return tokens
@@ -113,7 +119,8 @@ def _levels(choices: Sequence[Choice], device: torch.device) -> list[_Level]:
     def put(values: Sequence[object]) -> Tensor:  # here, because nothing can be copied from the host during a capture
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    levels = []
+    levels: list[_Level] = []
+    before: list[Choice] = []
     for depth in range(max(len(choice) for choice in choices)):
         children = [choice for choice in choices if len(choice) == depth + 1]
         parents = list(dict.fromkeys(choice[:-1] for choice in children))
@@ -124,12 +131,14 @@ def _levels(choices: Sequence[Choice], device: torch.device) -> list[_Level]:
                 nodes=tuple(nodes),
                 num_paths=_largest(rows),
                 num_ranks=_largest(ranks),
+                above=put([before.index(parent[:-1]) if before else 0 for parent in parents]),
                 paths=put([[node_of[parent[:d]] for d in range(depth + 1)] for parent in parents]),
                 places=put(nodes),
                 rows=put(rows),
                 ranks=put(ranks),
             )
         )
+        before = parents
     return levels
 
 

@@ -31,6 +31,7 @@ DRAFTERS: dict[str, Callable[[], Factory]] = {
     "ngram": _lazy("specdec.drafters.ngram", "NGramDrafter"),
     "medusa": _lazy("specdec.drafters.medusa", "load_medusa"),
     "hydra": _lazy("specdec.drafters.hydra", "load_hydra"),
+    "recurrent": _lazy("specdec.drafters.recurrent", "load_recurrent"),
     "shipped": _lazy("specdec.drafters.shipped", "load_shipped"),
     "draft_model": _lazy("specdec.drafters.models", "load_draft_model"),
     "early_exit": _lazy("specdec.drafters.models", "early_exit"),
@@ -134,7 +135,7 @@ def _split(spec: str | Path) -> tuple[str, str | None]:
         return heads_kind(text), text
     close = difflib.get_close_matches(name, DRAFTERS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    known = f"{', '.join(DRAFTERS)}, medusa:PATH, hydra:PATH, draft_model:PATH, ngram+…, or a path"
+    known = f"{', '.join(DRAFTERS)}, medusa:PATH, hydra:PATH, recurrent:PATH, draft_model:PATH, ngram+…, or a path"
     raise ConfigError(f"unknown drafter {text!r}{hint}; known: {known}")
 
 

@@ -185,3 +185,13 @@ def test_import_is_light_and_names_are_public() -> None:
     assert specdec.LLM is LLM
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = specdec.nothing
+
+
+def test_an_answer_without_text_has_the_same_tokens(folder: Path) -> None:
+    llm = LLM(folder, "none", device="cpu")
+    with_text, without = (llm.generate("hi", SamplingParams(max_new_tokens=9, detokenize=x))[0] for x in (True, False))
+    assert without.token_ids == with_text.token_ids and with_text.text and not without.text
+    with pytest.raises(InvalidRequest, match="leave detokenize on"):
+        SamplingParams(stop="x", detokenize=False)
+    with pytest.raises(InvalidRequest, match="detokenize must be True or False"):
+        SamplingParams(detokenize=1)  # type: ignore[arg-type]
