@@ -27,7 +27,9 @@ from specdec.models.protocol import PackedModel
 
 TEXTS = Path(__file__).parent / "texts"
 CHUNK = 128
-FORMATS = [("fp8", None), ("int8", 32), ("int8", 64), ("int8", 128), ("int4", 32), ("int4", 64), ("int4", 128)]
+FORMATS = "fp8,int8:32,int8:64,int8:128,int4:32,int4:64,int4:128"
+Format = tuple[str, int | None]
+"""Value of kv_cache_dtype, and of kv_group_size."""
 
 
 class Tally:
@@ -61,14 +63,19 @@ class Tally:
 
 @click.command()
 @click.option("--models", default="smollm2-135m", show_default=True, help="Comma-separated.")
+@click.option(
+    "--formats", default=FORMATS, show_default=True, help="With group sizes; those that don't fit are left out."
+)
 @click.option("--device", default="auto")
 @click.option("--dtype", default="auto")
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Also write the figures to this file.")
-def main(models: str, device: str, dtype: str, path: str | None) -> None:
+def main(models: str, formats: str, device: str, dtype: str, path: str | None) -> None:
     """Measure the perplexity of each model with each format."""
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
-    results = [_measure(name, place, kind) for name in models.split(",")]
+    parts = [text.partition(":") for text in formats.split(",")]
+    wanted: list[Format] = [(name, int(group) if group else None) for name, _, group in parts]
+    results = [_measure(name, wanted, place, kind) for name in models.split(",")]
     if path:
         arguments = [a for a in sys.argv[1:] if a != "--json" and a != path]
         facts = {
@@ -83,12 +90,12 @@ def main(models: str, device: str, dtype: str, path: str | None) -> None:
             file.write("\n")
 
 
-def _measure(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
+def _measure(name: str, wanted: Sequence[Format], device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     loaded = load(name, dtype=dtype, device=device)
     model, tokenizer = make_target(loaded.model), loaded.tokenizer
     assert tokenizer is not None, "the texts need the model's tokenizer"
     native = model.kv_layout
-    layouts = {f: native.stored_as(*f) for f in FORMATS if native.head_dim % (f[1] or 1) == 0}
+    layouts = {f: native.stored_as(*f) for f in wanted if native.head_dim % (f[1] or 1) == 0}
     tallies = {f: Tally() for f in layouts}
     for path in sorted(TEXTS.glob("*.txt")):
         ids: list[int] = tokenizer(path.read_text(encoding="utf-8"))["input_ids"][: model.max_len]

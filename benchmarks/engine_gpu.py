@@ -101,12 +101,13 @@ def main() -> None:
 @click.option("--model", default="8b")
 @click.option("--tokens", default=128)
 @click.option("--batches", default="1,8,64")
+@click.option("--kv-cache-dtype", default="auto")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
-def throughput(model: str, tokens: int, batches: str, path: str | None) -> None:
+def throughput(model: str, tokens: int, batches: str, kv_cache_dtype: str, path: str | None) -> None:
     """Plain decoding at several batch sizes, deterministic and not."""
     opened, rows = open_model(model), []
     for deterministic in (True, False):
-        llm = make_llm(opened, drafter="none", deterministic=deterministic)
+        llm = make_llm(opened, drafter="none", deterministic=deterministic, kv_cache_dtype=kv_cache_dtype)
         for batch in map(int, batches.split(",")):
             prompts = random_prompts(batch, 96, llm.engine.model.vocab_size)
             speeds = [decode_speed(llm, prompts, tokens)[0] for _ in range(4)][1:]  # the first one captures

@@ -159,12 +159,12 @@ def test_rope_write_stores_what_kv_write_would(name: str, dim: int, group: int |
 @given(order=st.permutations(range(24)), count=st.integers(1, 24))
 def test_commit_moves_bytes_and_scales_verbatim(name: str, order: list[int], count: int) -> None:
     layout = KVLayout(2, 1, 32, torch.float32).stored_as(name)
-    pages = KVPages(layout, num_blocks=3, block_size=8, device=torch.device("cpu"))
+    pages = KVPages(layout, num_blocks=3, block_size=8, device=torch.device(DEVICE))
     sides = [side for side in (*pages.k, *pages.v) if isinstance(side, QuantizedPages)]
     raw = [part.view(torch.uint8) for side in sides for part in (side.codes, side.scales)]
     assert len(raw) == 2 * 2 * 2
     for part in raw:
-        part.random_(generator=torch.Generator().manual_seed(0))  # NaNs among them
+        part.random_(generator=torch.Generator(DEVICE).manual_seed(0))  # NaNs among them
     before = [part.flatten(0, 1).clone() for part in raw]
     src, dst = order[:count], sorted(order)[:count]
     pages.commit(src, dst)
