@@ -8,14 +8,12 @@ READY := .venv/.ready
 demo: model
 	$(BIN)/specdec demo
 
-# Tiny models run on one thread each, side by side; the real model gets the machine to itself.
+# Two processes of one thread each; one of them holds the real model.
 test: model
-	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not gemma and not model"
-	$(BIN)/python -m pytest -q -m model
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 cover: model
-	$(BIN)/python -m pytest -q -n 2 -m "not gpu and not gemma and not model" --cov --cov-report= --cov-fail-under=0
-	$(BIN)/python -m pytest -q -m model --cov --cov-append --cov-report=term
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --cov --cov-report=term
 
 lint: $(READY) types
 	$(BIN)/ruff check .

@@ -104,7 +104,7 @@ def main(
             plain.hf_model,
             many.engine.drafter._guesses._heads,  # type: ignore[attr-defined]
             many.engine.drafter.choices,  # type: ignore[attr-defined]
-            [ids for ids_of in prompts.values() for ids in ids_of],
+            [(ids, name) for name, ids_of in prompts.items() for ids in ids_of],
         )
         row["predicted"] = {"tau": round(check.predicted, 3), "measured": round(check.measured, 3)}
         row["predicted"]["difference"] = round(check.difference, 4)  # type: ignore[index]

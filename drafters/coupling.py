@@ -5,17 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.kernels.gumbel import gumbel_noise
+from specdec.kernels.gumbel import gumbel_noise, gumbel_noise_at
 from specdec.params import SamplingParams
 
 
-def coupled_scores(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+def coupled_scores(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], token_ids: Tensor | None = None
+) -> Tensor:
     """Return scores whose order is each row's order of candidates.
 
     Args:
         logits: [R, …, V] float32 or float64, a drafter's.
         params: the R rows' requests.
         positions: the output position that each row predicts.
+        token_ids: [V] int64, the target's tokens in the columns; None if column i is token i.
 
     Returns:
         [R, …, V]: the logits themselves where the request is greedy, log-probability / temperature + noise where it
@@ -26,7 +29,11 @@ def coupled_scores(logits: Tensor, params: Sequence[SamplingParams], positions: 
         return logits
     device = logits.device
     seeds = torch.tensor([params[row].seed for row in rows], device=device)
-    noise = gumbel_noise(seeds, torch.tensor([positions[row] for row in rows], device=device), logits.shape[-1])
+    at = torch.tensor([positions[row] for row in rows], device=device)
+    if token_ids is None:
+        noise = gumbel_noise(seeds, at, logits.shape[-1])
+    else:
+        noise = gumbel_noise_at(seeds, at, token_ids.expand(len(rows), -1))
     between = [1] * (logits.ndim - 2)  # what a row scores several times at one position has one noise
     temperature = logits.new_tensor([params[row].temperature for row in rows]).view(-1, *between, 1)
     scores = logits[rows].log_softmax(-1) / temperature + noise.view(len(rows), *between, -1)

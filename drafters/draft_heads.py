@@ -36,11 +36,14 @@ class HeadsConfig:
         projection: "own", a matrix for each head, or "shared", the base's own head.
         base_fingerprint: `base_fingerprint` of the base; empty if unknown.
         tree: the tree that suits them, as Medusa's choices, best first; None if there is none.
+        chances: how likely each node of the tree was accepted on held-out answers, in the tree's order; None if that
+            wasn't measured.
         kind: "medusa", heads that read the hidden state alone; "hydra", heads that also read the embeddings of the
             root and of the draft tokens before theirs; "recurrent", heads that read them by one cell for all.
         width: the MLPs have width × H inner units; None is 2 for Hydra heads, 4 for recurrent ones. Medusa heads have
             none.
         projection_bias: whether own projections of Hydra heads have biases, as published ones do.
+        draft_vocab: D, how many tokens of the vocabulary the heads score, as in FR-Spec; None is all of them.
 
     Raises:
         ConfigError: a value is out of bounds, or is for another kind.
@@ -53,9 +56,11 @@ class HeadsConfig:
     projection: Literal["own", "shared"]
     base_fingerprint: str = ""
     tree: tuple[Choice, ...] | None = None
+    chances: tuple[float, ...] | None = None
     kind: KindName = "medusa"
     width: int | None = None
     projection_bias: bool = False
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(KindName):
@@ -68,6 +73,7 @@ class HeadsConfig:
             ("hidden_size", 1, 1 << 20),
             ("vocab_size", 1, 1 << 24),
             *((("width", 1, MAX_WIDTH),) if self.kind in DEFAULT_WIDTHS else ()),
+            *((("draft_vocab", 1, self.vocab_size),) if self.draft_vocab is not None else ()),
         ):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
@@ -79,6 +85,16 @@ class HeadsConfig:
         self._check_kind()
         if self.tree is not None:
             object.__setattr__(self, "tree", as_choices(self.tree, self.num_heads))
+        if self.chances is not None:
+            object.__setattr__(self, "chances", tuple(self.chances))
+            fits = self.tree is not None and len(self.chances) == len(self.tree)
+            if not fits or any(type(x) not in (int, float) or not 0 <= x <= 1 for x in self.chances):
+                raise ConfigError("chances must be numbers from 0 to 1, one for each node of the tree but its root")
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the heads' logits: the draft vocabulary, or all of the base's."""
+        return self.vocab_size if self.draft_vocab is None else self.draft_vocab
 
     def _check_kind(self) -> None:
         if self.kind not in DEFAULT_WIDTHS and self.width is not None:
@@ -95,7 +111,11 @@ _LAYERS = {"medusa": (1, MAX_LAYERS), "hydra": (0, MAX_LAYERS), "recurrent": (0,
 class DraftHeads(nn.Module):
     """K heads behind one interface: `states` for all heads at once, then `project` to the vocabulary.
 
-    Own projections start at zero, and `copy_projection` gives them the base's.
+    Own projections start at zero, and `copy_projection` gives them the base's. Heads with a draft vocabulary score
+    the tokens `token_ids` alone, [D] int64 and ascending; it is the first D ids until others are put there.
+
+    Source: Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via Frequency-Ranked Speculative
+    Sampling" (2025).
 
     Args:
         config: the heads' shape.
@@ -103,6 +123,7 @@ class DraftHeads(nn.Module):
         dtype: their dtype.
     """
 
+    token_ids: Tensor | None
     projection: nn.Parameter | None
     projection_bias: nn.Parameter | None
 
@@ -111,7 +132,8 @@ class DraftHeads(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        k, h, v = config.num_heads, config.hidden_size, config.vocab_size
+        k, h, v = config.num_heads, config.hidden_size, config.num_columns
+        self.register_buffer("token_ids", None if config.draft_vocab is None else torch.arange(v, device=device))
         own = config.projection == "own"
         self.blocks = nn.ModuleList(ResidualBlocks(k, h, device, dtype) for _ in range(config.num_layers))
         self.projection = nn.Parameter(torch.zeros(k, v, h, device=device, dtype=dtype)) if own else None
@@ -138,11 +160,12 @@ class DraftHeads(nn.Module):
 
         Args:
             states: [T, K', H], of heads `first` to `first` + K' - 1.
-            lm_head: the base's head, [R, H] to [R, V]; called only if the projection is shared.
+            lm_head: the base's head, [R, H] to [R, V], or [R, D] of the tokens `token_ids`; called only if the
+                projection is shared.
             first: the first of these heads.
 
         Returns:
-            [T, K', V].
+            [T, K', V], or [T, K', D] with a draft vocabulary.
         """
         if self.projection is None:
             logits = lm_head(states.flatten(0, 1))
@@ -151,11 +174,28 @@ class DraftHeads(nn.Module):
         logits = torch.bmm(states.transpose(0, 1), self.projection[heads].mT).transpose(0, 1)
         return logits if self.projection_bias is None else logits + self.projection_bias[heads]
 
+    def columns_of(self, tokens: Tensor, missing: int) -> Tensor:
+        """Return the column of the logits in which each token stands, `missing` where it isn't scored.
+
+        Args:
+            tokens: [...] int64; what is no token, such as a negative number, isn't scored.
+            missing: stays what it is where it stands in `tokens` already.
+        """
+        if self.token_ids is None:
+            return tokens
+        columns = torch.searchsorted(self.token_ids, tokens.contiguous()).clamp(max=len(self.token_ids) - 1)
+        return columns.masked_fill(self.token_ids[columns] != tokens, missing)
+
+    def tokens_of(self, columns: Tensor) -> Tensor:
+        """Return the tokens that stand in these columns of the logits."""
+        return columns if self.token_ids is None else self.token_ids[columns]
+
     @torch.no_grad()
     def copy_projection(self, weight: Tensor) -> None:
         """Start every head's own projection from the base's head, [V, H]. A shared one needs nothing."""
         if self.projection is not None:
-            self.projection.copy_(weight.expand_as(self.projection))
+            scored = weight if self.token_ids is None else weight[self.token_ids.to(weight.device)]
+            self.projection.copy_(scored.expand_as(self.projection))
 
 
 class ResidualBlocks(nn.Module):

@@ -1,8 +1,8 @@
 """A model of its own as the drafter: another causal LM, or the target's first layers.
 
 Its keys and values stand under the engine's block tables, so allocation, preemption and rollback are the engine's. It
-keeps count of the tokens whose keys and values it has, and runs those that it lacks before it drafts: the prompt,
-what a rejection replaced, what came while it stood down.
+keeps count of the tokens whose keys and values it has, and runs those that it lacks before it drafts: the prompt, but
+for blocks that another request filled, what a rejection replaced, what came while it stood down.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specdec.cache.blocks import BlockPool
+from specdec.cache.filled import FilledBlocks
 from specdec.cache.pages import KVPages
 from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.protocol import DraftQuery, Observation
@@ -82,14 +84,15 @@ class DraftModelDrafter:
         self._own_pages = own_pages
         self.kv_layouts = (model.kv_layout,) if own_pages else ()
         self._pages: KVPages | None = None
+        self._filled: FilledBlocks | None = None
         self._cached: dict[int, _Cached] = {}
 
-    def attach(self, pages: KVPages) -> None:
+    def attach(self, pages: KVPages, pool: BlockPool) -> None:
         """Take the target's pages, or make own ones of as many blocks and the same format."""
         if self._own_pages:
             layout = self._model.kv_layout.like(pages.layout)
             pages = KVPages(layout, pages.num_blocks, pages.block_size, self._model.device)
-        self._pages = pages
+        self._pages, self._filled = pages, FilledBlocks(pool.versions, pages.block_size)
         self._cached.clear()
 
     @torch.inference_mode()
@@ -131,7 +134,10 @@ class DraftModelDrafter:
         """Leading tokens whose keys and values stand; the root's never count, since its logits are wanted."""
         if not self._own_pages:
             return query.num_computed
-        cached = self._cached.setdefault(query.request_id, _Cached())
+        if query.request_id not in self._cached:
+            assert self._filled is not None, "the engine attaches its pages"
+            self._cached[query.request_id] = _Cached(self._filled.count(query.block_table))
+        cached = self._cached[query.request_id]
         num = cached.num_tokens
         for token in cached.drafted:
             if num == len(query.tokens) or query.tokens[num] != token:
@@ -180,6 +186,8 @@ class DraftModelDrafter:
         """Keep what was written: all tokens up to the root, then the chain of first nodes that were run."""
         if not self._own_pages or not tree.num_run:
             return
+        assert self._filled is not None, "the engine attaches its pages"
+        self._filled.note(tree.query.block_table, len(tree.query.tokens))
         chain = 1
         while chain < tree.num_run and tree.parents[chain] == chain - 1:
             chain += 1

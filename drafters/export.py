@@ -5,8 +5,6 @@ Knows tensors and files. TGI reads `medusa_num_heads`, `medusa_num_layers` and `
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from specdec.drafters.heads import base_fingerprint
 from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.drafters.published import MEDUSA_FILES, VLLM_FILE
 from specdec.errors import CheckpointError, ConfigError
+from specdec.hub.cache import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +65,7 @@ def export_heads(
 
 
 def _medusa_v1(heads: MedusaHeads, base: "PreTrainedModel | None") -> Layout:
+    _refuse_draft_vocab(heads, "medusa-v1")
     tensors = _blocks(heads, "{k}.{layer}.linear.{part}")
     for k, projection in enumerate(_projections(heads, base, "medusa-v1")):
         tensors[f"{k}.{heads.config.num_layers}.weight"] = projection
@@ -73,6 +73,7 @@ def _medusa_v1(heads: MedusaHeads, base: "PreTrainedModel | None") -> Layout:
 
 
 def _medusa_v2(heads: MedusaHeads, base: "PreTrainedModel | None") -> Layout:
+    _refuse_draft_vocab(heads, "medusa-v2")
     if heads.config.projection != "shared":
         raise CheckpointError("layout medusa-v2 has no projections, these heads have their own; export to medusa-v1")
     if heads.config.num_layers != 1:
@@ -88,12 +89,14 @@ def _vllm(heads: MedusaHeads, base: "PreTrainedModel | None") -> Layout:
     tensors = _blocks(heads, "blocks.{k}.layers.{layer}.{part}")
     projections = _projections(heads, base, "vllm")
     tensors |= {f"lm_heads.{k}.weight": weight for k, weight in enumerate(projections[:1] if shared else projections)}
+    if heads.token_ids is not None:
+        tensors["token_map"] = heads.token_ids
     config = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
         "hidden_size": heads.config.hidden_size,
         "vocab_size": heads.config.vocab_size,
-        "truncated_vocab_size": heads.config.vocab_size,
+        "truncated_vocab_size": heads.config.num_columns,
         "num_heads": heads.config.num_heads,
         "num_hidden_layers": heads.config.num_layers,
         "medusa_fc_bias": True,
@@ -110,6 +113,14 @@ LAYOUTS: dict[str, Callable[[MedusaHeads, "PreTrainedModel | None"], Layout]] = 
 }
 
 
+def _refuse_draft_vocab(heads: MedusaHeads, layout: str) -> None:
+    if heads.token_ids is not None:
+        raise CheckpointError(
+            f"layout {layout} has no map of a draft vocabulary, these heads score {heads.config.num_columns} of "
+            f"{heads.config.vocab_size} tokens; export to vllm"
+        )
+
+
 def _medusa_config(config: "HeadsConfig") -> dict[str, Any]:
     return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
 
@@ -124,7 +135,7 @@ def _blocks(heads: MedusaHeads, name: str) -> dict[str, Tensor]:
 
 
 def _projections(heads: MedusaHeads, base: "PreTrainedModel | None", layout: str) -> list[Tensor]:
-    """Each head's [V, H]: its own, or the base's."""
+    """Each head's [V, H], or [D, H] with a draft vocabulary: its own, or the base's."""
     if heads.projection is not None:
         return list(heads.projection)
     if base is None:
@@ -133,6 +144,7 @@ def _projections(heads: MedusaHeads, base: "PreTrainedModel | None", layout: str
     if getattr(head, "bias", None) is not None:
         raise CheckpointError(f"layout {layout} has projections without biases, the base's head has one")
     weight: Tensor = head.weight.to(heads.blocks[0].weight.dtype)
+    weight = weight if heads.token_ids is None else weight[heads.token_ids]
     return [weight] * heads.config.num_heads
 
 
@@ -152,19 +164,12 @@ def _check_base(config: "HeadsConfig", base: "PreTrainedModel") -> None:
 
 
 def _write(out: Path, name: str, state: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files to a folder beside `out`, then move it there."""
+    """Write both files to a new folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: exists and isn't an empty folder; give another one")
-    temporary = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        save_file(state, temporary / name, {"format": "pt"})
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in temporary.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        os.replace(temporary, out)
+        with new_folder(out) as folder:
+            save_file(state, folder / name, {"format": "pt"})
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{out}: can't be written ({error}); give another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

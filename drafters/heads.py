@@ -50,6 +50,7 @@ FORMAT = "specdec-heads"
 KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": HydraHeads, "recurrent": RecurrentHeads}
 VERSION = 1
 CONFIG_FILE = "config.json"
+TOKEN_IDS = "token_ids"
 WEIGHTS_FILE = "heads.safetensors"
 
 _FINGERPRINT_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -206,13 +207,29 @@ def _read_ours(folder: Path, raw: dict[str, Any]) -> tuple[HeadsConfig, dict[str
     file = folder / WEIGHTS_FILE
     tensors, metadata = read_tensors(file, allow_pickle=False)
     expected = make_heads(config, device="meta").state_dict()
-    check_tensors(tensors, {name: tuple(tensor.shape) for name, tensor in expected.items()}, file)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    if shapes.pop(TOKEN_IDS, None):
+        _check_token_ids(tensors.get(TOKEN_IDS), config, file)
+        check_tensors({name: tensor for name, tensor in tensors.items() if name != TOKEN_IDS}, shapes, file)
+    else:
+        check_tensors(tensors, shapes, file)
     if metadata.get("base_fingerprint") != config.base_fingerprint:
         raise CheckpointError(
             f"{file}: was saved for base {metadata.get('base_fingerprint')!r}, but {CONFIG_FILE} says "
             f"{config.base_fingerprint!r}; the two are from different saves, save the heads again"
         )
     return config, tensors
+
+
+def _check_token_ids(ids: Tensor | None, config: HeadsConfig, file: Path) -> None:
+    """Check the map of a draft vocabulary: [D] int64, ascending ids of the base's vocabulary."""
+    count = config.num_columns
+    fits = ids is not None and ids.dtype == torch.int64 and ids.shape == (count,)
+    if not fits or not (ids.diff() > 0).all() or not 0 <= int(ids[0]) <= int(ids[-1]) < config.vocab_size:  # type: ignore[union-attr,index]
+        raise CheckpointError(
+            f"{file}: {TOKEN_IDS} must be {count} different ids of {config.vocab_size} tokens, ascending, as int64: "
+            "the draft vocabulary is damaged, save the heads again"
+        )
 
 
 def _parse_config(path: Path, raw: dict[str, Any]) -> HeadsConfig:

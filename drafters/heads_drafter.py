@@ -56,6 +56,11 @@ class HeadsDrafter:
         self._parents = torch.tensor(tree.parents, dtype=torch.int64, device=target.device)
 
     @property
+    def node_chances(self) -> tuple[float, ...] | None:
+        """How likely each node but the root is accepted on average; see `KnowsChances`."""
+        return self._tree.chances
+
+    @property
     def choices(self) -> tuple[Choice, ...]:
         """The tree in use, root left out, in the order in which a budget takes its nodes."""
         return self._tree.choices

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
 from specdec.drafters.protocol import Drafter, DraftQuery, Observation, UsesCache
 from specdec.verifier.tree import TokenTree
@@ -24,11 +25,11 @@ class HybridDrafter:
         users = [drafter for drafter in (first, second) if isinstance(drafter, UsesCache)]
         self.kv_layouts = [layout for drafter in users for layout in drafter.kv_layouts]
 
-    def attach(self, pages: KVPages) -> None:
+    def attach(self, pages: KVPages, pool: BlockPool) -> None:
         """Pass the target's pages to the drafter that wants them."""
         for drafter in (self._first, self._second):
             if isinstance(drafter, UsesCache):
-                drafter.attach(pages)
+                drafter.attach(pages, pool)
 
     def propose(self, queries: Sequence[DraftQuery]) -> TokenTree:
         """Return one tree a query: the union of both drafters' paths."""

@@ -20,7 +20,7 @@ from specdec.drafters.recurrent_heads import RecurrentHeads
 from specdec.errors import ConfigError
 
 Rank = Callable[[Tensor, int, int], Tensor]
-"""Logits [S, P, V] of the head of a depth, that depth and k → each row's k best tokens, [S, P, k] int64."""
+"""Logits [S, P, V] of the head of a depth, that depth and k → each path's k best tokens, [S, P, k] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class HydraGuesses:
     def __init__(self, heads: HydraHeads | RecurrentHeads, target: DraftTarget, choices: Sequence[Choice]) -> None:
         if target.embed is None:
             raise ConfigError("Hydra heads read the target's input embeddings; give the DraftTarget its embed")
-        self._heads, self._embed, self._lm_head = heads, target.embed, target.lm_head
+        self._heads, self._embed = heads, target.embed
+        self._lm_head = target.head_for(heads.token_ids if heads.projection is None else None)
         self._levels = _levels(choices, target.device)
 
     def on_host(self, queries: Sequence[DraftQuery], hidden: Tensor, choices: Sequence[Choice]) -> list[list[int]]:
@@ -72,14 +73,18 @@ class HydraGuesses:
 
         def rank(logits: Tensor, depth: int, num_ranks: int) -> Tensor:
             positions = [query.num_output + depth for query in queries]
-            return coupled_scores(logits.float(), [q.params for q in queries], positions).topk(num_ranks).indices
+            params = [query.params for query in queries]
+            scores = coupled_scores(logits.float(), params, positions, self._heads.token_ids)
+            return self._heads.tokens_of(scores.topk(num_ranks).indices)
 
         tokens: list[list[int]] = self._expand(roots, hidden, 1 + len(choices), rank)[:, 1:].tolist()
         return tokens
 
     def on_device(self, query: DeviceQuery, num_nodes: int) -> Tensor:
         """Return the tokens of the first nodes; see `Guesses`."""
-        return self._expand(query.roots(), query.hidden, num_nodes, partial(_rank_on_device, query))
+        return self._expand(
+            query.roots(), query.hidden, num_nodes, partial(_rank_on_device, query, self._heads.token_ids)
+        )
 
     def _expand(self, roots: Tensor, hidden: Tensor, num_nodes: int, rank: Rank) -> Tensor:
         """The tokens [S, num_nodes] of the first nodes below roots [S, 1] that hidden states [S, H] yielded."""
@@ -101,12 +106,12 @@ class HydraGuesses:
         return tokens
 
 
-def _rank_on_device(query: DeviceQuery, logits: Tensor, depth: int, num_ranks: int) -> Tensor:
+def _rank_on_device(query: DeviceQuery, token_ids: Tensor | None, logits: Tensor, depth: int, num_ranks: int) -> Tensor:
     from specdec.kernels.gpu.rank import rank
 
     num_paths = logits.shape[1]
     positions = (query.first_positions() + depth).unsqueeze(1).expand(-1, num_paths).flatten()
-    best = rank(logits.flatten(0, 1), query.temperature, query.seeds, positions, num_ranks, num_paths)
+    best = rank(logits.flatten(0, 1), query.temperature, query.seeds, positions, num_ranks, num_paths, token_ids)
     return best.view(*logits.shape[:2], num_ranks)
 
 

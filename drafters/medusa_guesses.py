@@ -21,7 +21,8 @@ class MedusaGuesses:
     """
 
     def __init__(self, heads: MedusaHeads, target: DraftTarget, choices: Sequence[Choice]) -> None:
-        self._heads, self._target, self._choices = heads, target, choices
+        self._heads, self._choices = heads, choices
+        self._lm_head = target.head_for(heads.token_ids if heads.projection is None else None)
 
         def put(values: list[int]) -> Tensor:  # here, because nothing can be copied from the host during a capture
             return torch.tensor(values, dtype=torch.int64, device=target.device)
@@ -31,11 +32,12 @@ class MedusaGuesses:
     def on_host(self, queries: Sequence[DraftQuery], hidden: Tensor, choices: Sequence[Choice]) -> list[list[int]]:
         """Return tokens for the first choices; see `Guesses`."""
         num_heads = max(len(choice) for choice in choices)
-        logits = self._heads(hidden, self._target.lm_head, num_heads).float()  # [R, K', V]
+        logits = self._heads(hidden, self._lm_head, num_heads).float()  # [R, K', V]
         params = [query.params for query in queries for _ in range(num_heads)]
         positions = [query.num_output + k for query in queries for k in range(num_heads)]
-        scores = coupled_scores(logits.flatten(0, 1), params, positions).view_as(logits)
-        candidates = scores.topk(1 + max(choice[-1] for choice in choices)).indices.tolist()  # [R][K'][ranks]
+        scores = coupled_scores(logits.flatten(0, 1), params, positions, self._heads.token_ids).view_as(logits)
+        columns = scores.topk(1 + max(choice[-1] for choice in choices)).indices
+        candidates = self._heads.tokens_of(columns).tolist()  # [R][K'][ranks]
         return [[ranked[len(choice) - 1][choice[-1]] for choice in choices] for ranked in candidates]
 
     def on_device(self, query: DeviceQuery, num_nodes: int) -> Tensor:
@@ -44,11 +46,17 @@ class MedusaGuesses:
 
         choices = self._choices[: num_nodes - 1]
         num_heads = max(len(choice) for choice in choices)
-        logits = self._heads(query.hidden, self._target.lm_head, num_heads)  # [S, K', V]
+        logits = self._heads(query.hidden, self._lm_head, num_heads)  # [S, K', V]
         positions = query.first_positions().unsqueeze(1) + torch.arange(num_heads, device=logits.device)  # [S, K']
         num_ranks = 1 + max(choice[-1] for choice in choices)
         candidates = rank(
-            logits.flatten(0, 1), query.temperature, query.seeds, positions.flatten(), num_ranks, num_heads
+            logits.flatten(0, 1),
+            query.temperature,
+            query.seeds,
+            positions.flatten(),
+            num_ranks,
+            num_heads,
+            self._heads.token_ids,
         ).view(len(logits), num_heads, num_ranks)
         drafts = candidates[:, self._head[: len(choices)], self._rank[: len(choices)]]
         return torch.cat([query.roots(), drafts], 1)

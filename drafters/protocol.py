@@ -7,7 +7,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVLayout, KVPages
+from specdec.errors import ConfigError
 from specdec.models.protocol import PackedModel
 from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree
@@ -67,6 +69,7 @@ class DraftTarget:
         tokenizer: the target's, for drafters that have one of their own; None if there is none.
         embed: maps token ids [...] to the model's own input embeddings [..., H], scaled as its embedding module scales
             them; None if there is none.
+        head_rows: from token ids [D] to `lm_head` for those tokens alone, [R, H] to [R, D]; None if there is none.
     """
 
     hidden_size: int
@@ -78,6 +81,22 @@ class DraftTarget:
     model: PackedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    head_rows: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]] | None = None
+
+    def head_for(self, token_ids: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the head for the tokens that drafts are made of.
+
+        Args:
+            token_ids: [D], a draft vocabulary; None for all tokens.
+
+        Raises:
+            ConfigError: some are wanted, and the target gives no head for them.
+        """
+        if token_ids is None:
+            return self.lm_head
+        if self.head_rows is None:
+            raise ConfigError("heads with a draft vocabulary score part of it; give the DraftTarget its head_rows")
+        return self.head_rows(token_ids)
 
 
 class Drafter(Protocol):
@@ -102,14 +121,28 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class KnowsChances(Protocol):
+    """What a drafter has besides if its trees are the first nodes of a tree that was measured."""
+
+    @property
+    def node_chances(self) -> tuple[float, ...] | None:
+        """How likely each node but the root is accepted on average, in the tree's order; None if that isn't known."""
+        ...
+
+
+@runtime_checkable
 class UsesCache(Protocol):
     """What a drafter with attention layers has besides: its keys and values stand under the engine's block tables."""
 
     kv_layouts: Sequence[KVLayout]
     """Of the layers that aren't the target's."""
 
-    def attach(self, pages: KVPages) -> None:
-        """Take the target's pages; layers of its own get pages of as many blocks of the same size and format."""
+    def attach(self, pages: KVPages, pool: BlockPool) -> None:
+        """Take the target's pages; layers of its own get pages of as many blocks of the same size and format.
+
+        A request's first blocks may come from another one, with the same tokens: what was written there before is
+        valid while the pool's version of a block stays (`specdec.cache.filled.FilledBlocks`).
+        """
         ...
 
 

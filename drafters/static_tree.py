@@ -57,6 +57,9 @@ class StaticTree:
         if sizes != (target.hidden_size, target.vocab_size):
             raise ConfigError(f"the heads' hidden and vocabulary sizes {sizes} aren't the target's; train heads for it")
         self.choices = _choices(config, tree, max_nodes)
+        measured = tree is None and config.chances is not None
+        self.chances = config.chances[: len(self.choices)] if measured and config.chances else None
+        """How likely each choice is accepted on average; None if that isn't known."""
         self.parents = [-1, *(1 + self.choices.index(c[:-1]) if len(c) > 1 else 0 for c in self.choices)]
         self._seen: dict[int, _Seen] = {}
 
@@ -115,13 +118,13 @@ class StaticTree:
 
 def _choices(config: HeadsConfig, tree: Sequence[Sequence[int]] | None, max_nodes: int | None) -> tuple[Choice, ...]:
     """The tree to use, cut to `max_nodes`; a default one never ranks more tokens than there are."""
-    num_heads, vocab_size = config.num_heads, config.vocab_size
+    num_heads, num_tokens = config.num_heads, config.num_columns
     tree = config.tree if tree is None else tree
     if tree is None:
-        table = [head[:vocab_size] for head in default_accuracies(num_heads)]
+        table = [head[:num_tokens] for head in default_accuracies(num_heads)]
         return tuple(best_first_choices(table, max_nodes or DEFAULT_NODES))
     choices = as_choices(tree, num_heads)
     widest = 1 + max(choice[-1] for choice in choices)
-    if widest > vocab_size:
-        raise ConfigError(f"the tree asks for {widest} candidates of {vocab_size} tokens; narrow it")
+    if widest > num_tokens:
+        raise ConfigError(f"the tree asks for {widest} candidates of {num_tokens} tokens; narrow it")
     return choices[: (max_nodes or MAX_NODES) - 1]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.kernels import attention, commit, linear, norm, rope, write
+from specdec.kernels import activation, attention, commit, linear, norm, rope, write
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -18,6 +18,7 @@ class Ops:
         name: "torch" or "triton", as `specdec info` shows it.
         linear: `specdec.kernels.linear.linear`.
         gated_linear: `specdec.kernels.linear.gated_linear`.
+        act_mul: `specdec.kernels.activation.act_mul`.
         rmsnorm, add_rmsnorm: those of `specdec.kernels.norm`.
         rope_write: `specdec.kernels.rope.rope_write`.
         kv_write: `specdec.kernels.write.kv_write`.
@@ -28,6 +29,7 @@ class Ops:
     name: str
     linear: Callable[..., torch.Tensor]
     gated_linear: Callable[..., torch.Tensor]
+    act_mul: Callable[..., torch.Tensor]
     rmsnorm: Callable[..., torch.Tensor]
     add_rmsnorm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rope_write: Callable[..., torch.Tensor]
@@ -40,6 +42,7 @@ TORCH_OPS = Ops(
     name="torch",
     linear=linear.linear,
     gated_linear=linear.gated_linear,
+    act_mul=activation.act_mul,
     rmsnorm=norm.rmsnorm,
     add_rmsnorm=norm.add_rmsnorm,
     rope_write=rope.rope_write,
@@ -64,13 +67,14 @@ def choose_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = T
 
 def triton_ops(deterministic: bool = True) -> Ops:
     """Return the Triton kernels. They need a GPU, or Triton's interpreter."""
-    from specdec.kernels.gpu import attention, commit, fast, linear, norm, rope, write
+    from specdec.kernels.gpu import activation, attention, commit, fast, linear, norm, rope, write
 
     products = linear if deterministic else fast
     return Ops(
         name="triton" if deterministic else "triton, not deterministic",
         linear=products.linear,
         gated_linear=products.gated_linear,
+        act_mul=activation.act_mul,
         rmsnorm=norm.rmsnorm,
         add_rmsnorm=norm.add_rmsnorm,
         rope_write=rope.rope_write,

@@ -13,6 +13,7 @@ def rank(
     positions: Tensor,
     num_ranks: int,
     rows_per_sequence: int = 1,
+    token_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the k tokens of each row with the best logits / temperature + gumbel(seed, position, token), best first.
 
@@ -26,6 +27,7 @@ def rank(
         positions: [R] int64, output position that the row predicts, in [0, 2^32).
         num_ranks: k, from 1 to V.
         rows_per_sequence: rows that share a temperature and a seed; they stand behind each other.
+        token_ids: [V] int64, the token of each column, ascending; None if column i is token i.
 
     Returns:
         [R, k] int64 token ids. NaN counts as -inf; ranks behind the last finite score hold any ids.
@@ -33,14 +35,21 @@ def rank(
     Raises:
         ValueError: the sizes don't fit each other.
     """
-    check_ranks(logits, temperature, seeds, positions, num_ranks, rows_per_sequence)
-    scores = scores_of(logits, temperature, seeds, positions, rows_per_sequence)
+    check_ranks(logits, temperature, seeds, positions, num_ranks, rows_per_sequence, token_ids)
+    scores = scores_of(logits, temperature, seeds, positions, rows_per_sequence, token_ids)
     scores = scores.masked_fill(scores.isnan(), -torch.inf)
-    return scores.sort(descending=True, stable=True).indices[:, :num_ranks]
+    columns = scores.sort(descending=True, stable=True).indices[:, :num_ranks]
+    return columns if token_ids is None else token_ids[columns]
 
 
 def check_ranks(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, num_ranks: int, rows_per_sequence: int
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    num_ranks: int,
+    rows_per_sequence: int,
+    token_ids: Tensor | None,
 ) -> None:
     """Refuse arguments of `rank` that don't fit each other.
 
@@ -50,3 +59,5 @@ def check_ranks(
     check_sizes(logits, temperature, seeds, positions, logits.shape[1], rows_per_sequence)
     if not 1 <= num_ranks <= logits.shape[1]:
         raise ValueError(f"num_ranks must be from 1 to {logits.shape[1]}, not {num_ranks}")
+    if token_ids is not None and token_ids.shape != logits.shape[1:]:
+        raise ValueError(f"{logits.shape[1]} columns of logits don't fit {len(token_ids)} token ids")

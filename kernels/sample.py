@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.kernels.gumbel import gumbel_noise
+from specdec.kernels.gumbel import gumbel_noise, gumbel_noise_at
 
 MIN_TEMPERATURE = 1e-6
 """Temperatures between 0 and this count as this: below it, divided logits could overflow."""
@@ -44,13 +44,26 @@ def choose(
 
 
 def scores_of(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, rows_per_sequence: int = 1
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    rows_per_sequence: int = 1,
+    token_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return what `choose` takes the maximum of, [R, V] float32; its arguments are those of `choose`."""
+    """Return what `choose` takes the maximum of, [R, V] float32; its arguments are those of `choose`.
+
+    Args:
+        token_ids: [V] int64, the token of each column, by which its noise is drawn; None if column i is token i.
+    """
     scores = logits.float()
     temperature = temperature.repeat_interleave(rows_per_sequence, output_size=len(logits)).unsqueeze(1)  # [R, 1]
     seeds = seeds.repeat_interleave(rows_per_sequence, output_size=len(logits))
-    sampled = scores / temperature.clamp(min=MIN_TEMPERATURE) + gumbel_noise(seeds, positions, logits.shape[1])
+    if token_ids is None:
+        noise = gumbel_noise(seeds, positions, logits.shape[1])
+    else:
+        noise = gumbel_noise_at(seeds, positions, token_ids.expand(len(logits), -1))
+    sampled = scores / temperature.clamp(min=MIN_TEMPERATURE) + noise
     return sampled.where(temperature > 0, scores)
 
 

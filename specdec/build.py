@@ -4,6 +4,7 @@ import difflib
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,10 +17,13 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.cost import CostKey, CostTable, device_name, find_table
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
+from specdec.kernels.linear import linear
 from specdec.models.cachecheck import check_cache
 from specdec.models.decoder import Decoder
+from specdec.models.head import OutputHead
 from specdec.models.hf import HFModel
 from specdec.models.load import make_target
+from specdec.models.support import quantized_by
 from specdec.verifier.rules import AcceptanceRule, make_rule
 
 
@@ -60,20 +64,9 @@ def build_engine(
         ConfigError: an option is unknown or out of bounds, or the file of the cost table is broken.
     """
     packed = packed or make_target(model, config.deterministic)
-    target = DraftTarget(
-        hidden_size=packed.hidden_size,
-        vocab_size=packed.vocab_size,
-        device=packed.device,
-        dtype=packed.dtype,
-        lm_head=packed.logits,
-        fingerprint=base_fingerprint(model),
-        model=packed,
-        tokenizer=tokenizer,
-        embed=model.get_input_embeddings(),
-    )
     engine = Engine(
         packed,
-        make_drafter(drafter, target, **(drafter_options or {})),
+        make_drafter(drafter, draft_target(model, packed, tokenizer), **(drafter_options or {})),
         make_rule(rule) if isinstance(rule, str) else rule,
         config,
         tokenizer=tokenizer,
@@ -89,9 +82,36 @@ def build_engine(
     return engine
 
 
+def draft_target(
+    model: PreTrainedModel, packed: Decoder | HFModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> DraftTarget:
+    """Return what a drafter may know of a model.
+
+    Args:
+        model: the model.
+        packed: what `make_target` made of it.
+        tokenizer: its tokenizer, if there is one.
+    """
+    product = packed.ops.linear if isinstance(packed, Decoder) else linear
+    return DraftTarget(
+        hidden_size=packed.hidden_size,
+        vocab_size=packed.vocab_size,
+        device=packed.device,
+        dtype=packed.dtype,
+        lm_head=packed.logits,
+        fingerprint=base_fingerprint(model),
+        model=packed,
+        tokenizer=tokenizer,
+        embed=model.get_input_embeddings(),
+        head_rows=partial(OutputHead, model, linear=product),
+    )
+
+
 def cost_key(model: PreTrainedModel, deterministic: bool = True) -> CostKey:
     """Return what a cost table must have been measured for to be true of a model as it is loaded here."""
     dtype = str(model.dtype).removeprefix("torch.")
+    if (method := quantized_by(model)) is not None:
+        dtype = f"{dtype}-{method}"
     name = device_name(model.device)
     return CostKey(base_fingerprint(model), name, dtype, str(torch.__version__), deterministic)
 

@@ -13,6 +13,7 @@ from specdec.engine.cost import CostTable
 from specdec.engine.request import Request
 from specdec.errors import ConfigError, InvalidRequest
 from specdec.hub.load import Loaded, load
+from specdec.hub.quantize import quantization_config
 from specdec.outputs import Completion, StreamChunk
 from specdec.params import SamplingParams
 from specdec.verifier.rules import AcceptanceRule
@@ -35,6 +36,8 @@ class LLM:
         device: "auto" takes a GPU where there is one, and a loaded model where it is; a torch device or its name.
         rule: "coupled" says exactly what the target says; "typical" (Medusa's) is lossy; or an `AcceptanceRule`.
         drafter_options: keyword arguments of the drafter.
+        quantization: quantizes the weights as they are loaded: "int8", "int8_dynamic", "int4", "fp8" (torchao), "nf4"
+            (bitsandbytes), or a transformers quantization config. Checkpoints that are quantized already need none.
         seed: of the seeds drawn for requests that have none.
         cost_table: "auto" limits drafts to what pays by `specdec tune`, if that was run; a `CostTable`; None: no limit.
         engine_options: fields of `EngineConfig`: max_model_len, max_num_seqs, num_blocks, block_size, ….
@@ -54,11 +57,13 @@ class LLM:
         device: str | torch.device = "auto",
         rule: str | AcceptanceRule = "coupled",
         drafter_options: Mapping[str, Any] | None = None,
+        quantization: Any = None,
         seed: int | None = None,
         cost_table: CostTable | Literal["auto"] | None = "auto",
         **engine_options: Any,
     ) -> None:
-        config, loaded = engine_config(engine_options, "LLM"), _load(model, tokenizer, dtype, device)
+        config = engine_config(engine_options, "LLM")
+        loaded = _load(model, tokenizer, dtype, device, quantization)
         self.hf_model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.engine = build_engine(
             loaded.model,
@@ -155,7 +160,7 @@ class LLM:
                 first = self.engine.add(prompt, p)
                 requests.append(first)
                 seeds = first.params.seeds()
-                requests += [self.engine.add(prompt, p.with_seed(seed), twin=first) for seed in seeds[1:]]
+                requests += [self.engine.add(prompt, p.with_seed(seed)) for seed in seeds[1:]]
             while any(r.finish_reason is None for r in requests):
                 self.engine.step()
         finally:
@@ -214,6 +219,7 @@ def _load(
     tokenizer: PreTrainedTokenizerBase | None,
     dtype: str | torch.dtype,
     device: str | torch.device,
+    quantization: Any,
 ) -> Loaded:
     if isinstance(model, PreTrainedModel):
         where = model.device if device == "auto" else resolve_device(device)
@@ -221,7 +227,9 @@ def _load(
     else:
         where = resolve_device(device)
         what = resolve_dtype(dtype, where)
-    return load(model, dtype=what, device=where, tokenizer=tokenizer)
+    if isinstance(quantization, str):
+        quantization = quantization_config(quantization, what, where)
+    return load(model, dtype=what, device=where, tokenizer=tokenizer, quantization=quantization)
 
 
 def _spread(params: T | Sequence[T], count: int) -> Sequence[T]:

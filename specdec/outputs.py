@@ -31,6 +31,7 @@ class SpeculationStats:
         num_drafts: forwards that had at least one draft token.
         num_draft_tokens: draft tokens that the target scored.
         num_accepted_tokens: delivered tokens that a drafter proposed.
+        num_cached_tokens: prompt tokens whose keys and values were there before the request.
         tried_by_depth: entry d − 1 counts the forwards whose accepted path reached depth d − 1 at a node with children.
         accepted_by_depth: entry d − 1 counts those that went on to depth d.
     """
@@ -40,6 +41,7 @@ class SpeculationStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_cached_tokens: int = 0
     tried_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
 

@@ -20,6 +20,7 @@ MAX_WORD_LEN = 64
 MAX_NGRAM_SIZE = 64
 MAX_LOGITS_PROCESSORS = 16
 MAX_BIAS = 10_000
+MAX_SALT_LEN = 256
 
 LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
 """Maps a prefix, [1, L] int64, and its scores, [1, V] float32 or float64, to the scores [1, V] to choose by.
@@ -39,7 +40,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p × the likeliest one, in [0, 1).
         seed: the same seed gives the same tokens, whatever else runs; None draws a fresh one per request.
-        n: answers to give to the prompt, 1 to 128; they share the prompt's cache. Answer i uses seed + i.
+        n: answers to give to the prompt, 1 to 128; they share its cached prefix. Answer i uses seed + i.
         stop: strings that end the text (and are cut from it); a single string may be given.
         stop_token_ids: token ids that end the request, besides the model's own EOS tokens.
         ignore_eos: go on past the model's EOS tokens.
@@ -59,6 +60,7 @@ class SamplingParams:
         logits_processors: called once for each position, in order, with the whole prefix and the scores, after all of
             the above and before temperature, top-k, top-p and min-p. A processor may be called for a few positions
             behind a stop, whose tokens are then dropped.
+        cache_salt: only requests with the same salt share cached prefixes; None is a salt of its own.
 
     Raises:
         InvalidRequest: a value is out of bounds; the message names it.
@@ -87,6 +89,7 @@ class SamplingParams:
     suppress_tokens: Sequence[int] = ()
     allowed_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -110,6 +113,9 @@ class SamplingParams:
             raise InvalidRequest(f"stop must hold non-empty strings, not {list(self.stop)!r}")
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_LEN):
+            raise InvalidRequest(f"cache_salt must be a string of 1 to {MAX_SALT_LEN} characters, not {salt!r:.80}")
         self._check_processors()
 
     def _check_processors(self) -> None:

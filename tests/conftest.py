@@ -6,7 +6,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub
 if not os.path.exists("/dev/nvidiactl"):  # torch can't be asked: it imports Triton, which reads this then
     os.environ["TRITON_INTERPRET"] = "1"
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,7 @@ OLD_TRANSFORMERS = pytest.mark.skipif(
     reason="transformers 5.17 differs here from 5.24, which we follow: it ignores a bad word whose other tokens are "
     "the whole prefix, for one",
 )
-ALL_THREADS = torch.get_num_threads()
-torch.set_num_threads(1)  # tiny products are faster on one thread
+torch.set_num_threads(1)  # tiny products are faster so, and threads that wait for each other starve on a busy machine
 
 
 def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: object) -> LlamaForCausalLM:
@@ -74,12 +72,3 @@ def gemma_path() -> Path:
     from specdec.hub import pull
 
     return pull("gemma3-270m")
-
-
-@pytest.fixture(autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The real models get all threads."""
-    real = any(request.node.get_closest_marker(name) for name in ("model", "gemma"))
-    torch.set_num_threads(ALL_THREADS if real else 1)
-    yield
-    torch.set_num_threads(1)

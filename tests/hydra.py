@@ -15,22 +15,24 @@ from specdec.drafters.recurrent_heads import RecurrentHeads
 from tests.medusa import CHOICES, SIZE, successor, target_of
 
 
-def random_hydra(model: PreTrainedModel, num_heads: int = 3) -> HydraDrafter:
-    """Random heads with the base's own projection: nearly always wrong, never harmful."""
-    heads, target = _random_heads(model, "hydra", num_heads, 1)
+def random_hydra(model: PreTrainedModel, num_heads: int = 3, draft_vocab: int | None = None) -> HydraDrafter:
+    """Random heads with the base's own projection: nearly always wrong, never harmful. A draft vocabulary is of the
+    tokens 1, 4, 7, ….
+    """
+    heads, target = _random_heads(model, "hydra", num_heads, 1, draft_vocab)
     assert isinstance(heads, HydraHeads)
     return HydraDrafter(heads, target, CHOICES)
 
 
-def random_recurrent(model: PreTrainedModel, num_heads: int = 3) -> RecurrentDrafter:
+def random_recurrent(model: PreTrainedModel, num_heads: int = 3, draft_vocab: int | None = None) -> RecurrentDrafter:
     """The same of recurrent heads."""
-    heads, target = _random_heads(model, "recurrent", num_heads, 0)
+    heads, target = _random_heads(model, "recurrent", num_heads, 0, draft_vocab)
     assert isinstance(heads, RecurrentHeads)
     return RecurrentDrafter(heads, target, CHOICES)
 
 
 def _random_heads(
-    model: PreTrainedModel, kind: KindName, num_heads: int, num_layers: int
+    model: PreTrainedModel, kind: KindName, num_heads: int, num_layers: int, draft_vocab: int | None
 ) -> tuple[DraftHeads, DraftTarget]:
     target = target_of(model)
     config = HeadsConfig(
@@ -41,12 +43,15 @@ def _random_heads(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         projection="shared",
+        draft_vocab=draft_vocab,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         heads = make_heads(config, target.device, target.dtype).requires_grad_(False)
         for parameter in heads.parameters():
             torch.nn.init.normal_(parameter)
+    if heads.token_ids is not None:
+        heads.token_ids.mul_(3).add_(1)
     return heads, target
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specdec.drafters.heads import base_fingerprint
+from specdec.build import draft_target
 from specdec.drafters.medusa import MedusaDrafter
 from specdec.drafters.medusa_heads import HeadsConfig, MedusaHeads
 from specdec.drafters.protocol import DraftTarget
@@ -17,20 +17,13 @@ CHOICES = [(0,), (0, 0), (1,), (0, 0, 0), (0, 1)]
 
 
 def target_of(model: PreTrainedModel) -> DraftTarget:
-    packed = make_target(model)
-    return DraftTarget(
-        packed.hidden_size,
-        packed.vocab_size,
-        packed.device,
-        packed.dtype,
-        packed.logits,
-        base_fingerprint(model),
-        embed=model.get_input_embeddings(),
-    )
+    return draft_target(model, make_target(model))
 
 
-def random_medusa(model: PreTrainedModel, num_heads: int = 3) -> MedusaDrafter:
-    """Random heads with the base's own projection: nearly always wrong, never harmful."""
+def random_medusa(model: PreTrainedModel, num_heads: int = 3, draft_vocab: int | None = None) -> MedusaDrafter:
+    """Random heads with the base's own projection: nearly always wrong, never harmful. A draft vocabulary is of the
+    tokens 1, 4, 7, ….
+    """
     target = target_of(model)
     config = HeadsConfig(
         num_heads=num_heads,
@@ -38,12 +31,15 @@ def random_medusa(model: PreTrainedModel, num_heads: int = 3) -> MedusaDrafter:
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         projection="shared",
+        draft_vocab=draft_vocab,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         heads = MedusaHeads(config, target.device, target.dtype).requires_grad_(False)
         for parameter in heads.parameters():
             torch.nn.init.normal_(parameter)
+    if heads.token_ids is not None:
+        heads.token_ids.mul_(3).add_(1)
     return MedusaDrafter(heads, target, CHOICES)
 
 

@@ -72,6 +72,7 @@ DRAFTERS: dict[str, Callable[[PreTrainedModel, Answers], Drafter]] = {
     "medusa": lambda m, a: random_medusa(m),
     "hydra": lambda m, a: random_hydra(m),
     "recurrent": lambda m, a: random_recurrent(m),
+    "draft vocabulary": lambda m, a: random_hydra(m, draft_vocab=20),
     "itself": lambda m, a: DraftModelDrafter(ready(m), VOCAB, (2, 4, 4)),
     "another model": lambda m, a: DraftModelDrafter(another(), VOCAB, (1, 1, 1)),
     "early exit": lambda m, a: early(m, (1, 1, 1, 1)),

@@ -1,16 +1,17 @@
 """What heads are measured by, and the trees that come of it."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.drafters.choices import Choice, best_first_choices, most_accepted_choices
+from specdec.drafters.draft_heads import DraftHeads, HeadsConfig
 from specdec.drafters.medusa import MedusaDrafter
 from specdec.errors import ConfigError
 from specdec.params import SamplingParams
@@ -158,20 +159,19 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(sum(head) == pytest.approx(1) for head in rank_accuracies(model, heads, examples, 500)), "all 97 tokens"
 
 
-class _SeesTokens(nn.Module):
+class _SeesTokens(DraftHeads):
     """Hydra-like heads that follow `successor` from the token before theirs."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(kind="hydra", num_heads=3, vocab_size=SIZE, hidden_size=SIZE)
-        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        config = HeadsConfig(
+            kind="hydra", num_heads=3, num_layers=1, hidden_size=SIZE, vocab_size=SIZE, projection="shared"
+        )
+        super().__init__(config, dtype=torch.float64)
 
-    def states(self, hidden: Tensor, following: Tensor, num_heads: int | None = None) -> Tensor:
+    def states(self, hidden: Tensor, following: Tensor | None = None, num_heads: int | None = None) -> Tensor:
+        assert following is not None
         assert hidden.shape == (len(following), SIZE) and following.shape[1:] == (3, SIZE)
         return following
-
-    def project(self, states: Tensor, lm_head: Any) -> Tensor:
-        return lm_head(states)  # type: ignore[no-any-return]
 
 
 def test_hydra_heads_see_the_tokens_before_theirs() -> None:
@@ -181,11 +181,12 @@ def test_hydra_heads_see_the_tokens_before_theirs() -> None:
     assert draft_seconds(heads, model.lm_head) > 0
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_tau_is_what_the_engine_measures(wide: bool) -> None:
+@pytest.mark.parametrize(("wide", "draft_vocab"), [(True, None), (True, 31), (False, None)])
+def test_tau_is_what_the_engine_measures(wide: bool, draft_vocab: int | None) -> None:
     """Over the model's own greedy answers; the engine's stops, first forwards and roots included."""
-    model = tiny_llama() if wide else walking_model()
-    drafter = random_medusa(model) if wide else walking_medusa(model, lambda token: token * 7 % 10 < 6)
+    model: Any = tiny_llama() if wide else walking_model()
+    knows_some = partial(walking_medusa, knows=lambda token: token * 7 % 10 < 6)
+    drafter = random_medusa(model, draft_vocab=draft_vocab) if wide else knows_some(model)
     heads, target = drafter._heads, drafter._target
     tree = [(r,) for r in range(12)] + list(product(range(2), range(9))) if wide else [(0,), (0, 0), (0, 0, 0)]
 
@@ -193,7 +194,10 @@ def test_tau_is_what_the_engine_measures(wide: bool) -> None:
         engine = make_engine(model, MedusaDrafter(heads, target, tree))
         return [r.completion() for r in run(engine, prompts, [SamplingParams(max_new_tokens=90)] * len(prompts))]
 
-    found = check_tau(ask, model, heads, tree, [list(walk(4, start)) for start in (5, 50, 70)])
+    found = check_tau(
+        ask, model, heads, tree, [(list(walk(4, start)), kind) for start, kind in ((5, "a"), (50, "b"), (70, "a"))]
+    )
+    assert list(found.by_category) == ["a", "b"] and min(found.by_category.values()) > 1
     assert found.num_tokens == 270 and found.measured > 1.1
     assert found.predicted == pytest.approx(found.measured, rel=1e-12) and abs(found.difference) < 1e-9
     assert found.expected == pytest.approx(found.measured, rel=0.03 if wide else 0.2)
@@ -201,7 +205,7 @@ def test_tau_is_what_the_engine_measures(wide: bool) -> None:
 
 def test_prompts_stand_before_the_answers() -> None:
     examples = [Example((1, 2, 3), (False, False, True)), Example((4, 5), (True, True)), Example((6,), (False,))]
-    assert prompts_of(examples * 2, 64) == [[1, 2]] * 2 and prompts_of(examples * 2, 1) == [[1, 2]]
+    assert prompts_of(examples * 2, 64) == [([1, 2], "")] * 2 and prompts_of(examples * 2, 1) == [([1, 2], "")]
     with pytest.raises(ConfigError, match="no held-out text has a prompt"):
         prompts_of(examples[1:], 64)
 

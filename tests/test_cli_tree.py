@@ -41,9 +41,9 @@ def heads(folder: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "held.jsonl"
-    turns = [("hi", "abcabcabcabcabc" * 4), ("and now?", "so it goes " * 6)]
-    lines = [[{"role": "user", "content": u}, {"role": "assistant", "content": a}] for u, a in turns]
-    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
+    turns = [("hi", "abcabcabcabcabc" * 4, "letters"), ("and now?", "so it goes " * 6, "songs")]
+    lines = [([{"role": "user", "content": u}, {"role": "assistant", "content": a}], c) for u, a, c in turns]
+    path.write_text("".join(json.dumps({"messages": m, "category": c}) + "\n" for m, c in lines))
     return path
 
 
@@ -71,6 +71,11 @@ def test_a_tree_is_measured_checked_stored_and_used(invoke: Invoke, heads: Path,
     assert list(facts["expected_tau"].values()) == sorted(facts["expected_tau"].values())
     assert facts["positions"] == 60 - 3 + 66 - 3 and len(facts["accuracies"]) == 3
     assert abs(facts["check"]["difference"]) < 0.01 and facts["check"]["num_tokens"] > 60
+    by_category = facts["check"]["by_category"]
+    card = (heads / "README.md").read_text()
+    assert (
+        all(f"| {c} | {by_category[c]:.2f} |" in card for c in ("letters", "songs")) and "24 nodes, on 2 held" in card
+    )
     stored = load_heads(heads).config.tree
     assert stored is not None and [list(choice) for choice in stored] == facts["tree"]
     drafter = LLM(folder, str(heads), device="cpu").engine.drafter

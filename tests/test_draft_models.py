@@ -36,7 +36,7 @@ def plain(tiny: PreTrainedModel) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain_long(tiny: PreTrainedModel) -> list[list[int]]:
-    return outputs(run(make_engine(tiny), PROMPTS, asks(48)))
+    return outputs(run(make_engine(tiny), PROMPTS, asks(32)))
 
 
 def perfect(model: PreTrainedModel, widths: tuple[int, ...]) -> DraftModelDrafter:
@@ -78,7 +78,7 @@ def test_tokens_never_change_under_preemption_and_chunked_prompts(name, tiny, pl
     engine = make_engine(tiny, MAKERS[name](tiny), num_blocks=6, max_model_len=96, max_num_batched_tokens=24)
     for pages in (*engine.pages.k, *engine.pages.v):
         pages.fill_(torch.nan)
-    assert outputs(run(engine, PROMPTS, asks(48))) == plain_long
+    assert outputs(run(engine, PROMPTS, asks(32))) == plain_long
     assert engine.scheduler.num_preemptions
 
 
@@ -111,8 +111,8 @@ def test_it_catches_up_after_rejections(tiny: PreTrainedModel, plain: list[list[
             self.model, self.random, self.steps, self.log = perfect(tiny, (1, 1, 1)), RandomDrafter(), 0, []
             self.kv_layouts = self.model.kv_layouts
 
-        def attach(self, pages):  # type: ignore[no-untyped-def]
-            self.model.attach(pages)
+        def attach(self, pages, pool):  # type: ignore[no-untyped-def]
+            self.model.attach(pages, pool)
 
         def propose(self, queries):  # type: ignore[no-untyped-def]
             self.steps += 1

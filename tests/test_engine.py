@@ -289,7 +289,7 @@ def test_n_answers_share_the_blocks_of_their_prompt(length: int, tiny: PreTraine
     for drafter in (None, NGramDrafter(), RandomDrafter()):
         engine = make_engine(tiny, drafter)
         first = engine.add(prompt, params[0])
-        requests = [first, *(engine.add(prompt, p, twin=first) for p in params[1:])]
+        requests = [first, *(engine.add(prompt, p) for p in params[1:])]
         for pages in (*engine.pages.k, *engine.pages.v):
             pages.fill_(torch.nan)
         while any(r.num_output == 0 for r in requests):
@@ -310,7 +310,7 @@ def test_n_answers_under_preemption(tiny: PreTrainedModel) -> None:
     want = [outputs(run(make_engine(tiny), [prompt], [p]))[0] for p in params]
     engine = make_engine(tiny, RandomDrafter(), num_blocks=8, max_model_len=96)
     first = engine.add(prompt, params[0])
-    requests = [first, *(engine.add(prompt, p, twin=first) for p in params[1:])]
+    requests = [first, *(engine.add(prompt, p) for p in params[1:])]
     drain(engine)
     assert outputs(requests) == want
     assert engine.scheduler.num_preemptions

@@ -117,6 +117,19 @@ def test_vllm_heads_without_biases_or_with_a_token_map(tmp_path: Path, base: Lla
         load_heads(tmp_path / "out")
 
 
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_vllm_has_a_map_of_a_draft_vocabulary(tmp_path: Path, base: LlamaForCausalLM, projection: str) -> None:
+    heads, ids = heads_of(base, projection, draft_vocab=4), [3, 8, 9, 96]
+    assert heads.token_ids is not None
+    heads.token_ids.copy_(torch.tensor(ids))
+    export_heads(heads, tmp_path / "out", "vllm", base)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (raw["truncated_vocab_size"], raw["vocab_size"], tensors["token_map"].tolist()) == (4, 97, ids)
+    want = base.lm_head.weight[ids] if heads.projection is None else heads.projection[0]
+    assert torch.equal(tensors["lm_heads.0.weight"], want)
+
+
 def test_what_a_layout_cannot_express_is_refused(tmp_path: Path, base: LlamaForCausalLM) -> None:
     hydra = make_heads(
         HeadsConfig(kind="hydra", num_heads=1, num_layers=0, hidden_size=4, vocab_size=5, projection="own")
@@ -130,6 +143,8 @@ def test_what_a_layout_cannot_express_is_refused(tmp_path: Path, base: LlamaForC
         (heads_of(base, "shared"), "medusa-v1", None, "give the model"),
         (heads_of(base, "shared"), "vllm", None, "give the model"),
         (heads_of(base, "shared"), "vllm", biased, "base's head has one"),
+        (heads_of(base, draft_vocab=5), "medusa-v1", None, "score 5 of 97 tokens; export to vllm"),
+        (heads_of(base, "shared", draft_vocab=5), "medusa-v2", None, "no map of a draft vocabulary"),
         (heads_of(base), "medusa-v1", tiny_llama(1), "base_fingerprint"),
         (heads_of(base), "medusa-v1", tiny_llama(hidden_size=16), "hidden_size 32, the model has 16"),
         (heads_of(base), "medusa-v1", tiny_llama(vocab_size=98), "vocab_size 97, the model has 98"),
@@ -152,7 +167,7 @@ def test_nothing_half_written_and_nothing_overwritten(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("specdec.drafters.export.os.fsync", full)
+    monkeypatch.setattr("specdec.hub.cache.os.fsync", full)
     with pytest.raises(CheckpointError, match="No space left"):
         export_heads(heads_of(base), tmp_path / "out", "medusa-v1")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -33,9 +33,14 @@ from tests.kernels import DEVICE, ON_GPU
 from tests.medusa import random_medusa, walking_medusa, walking_model
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
-PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [3], [11, 12, 13] * 5]
-GREEDY = [SamplingParams(max_new_tokens=6)] * 3
-SIZE: dict[str, object] = {"dtype": torch.float32, "num_hidden_layers": 1, "num_key_value_heads": 1}
+PROMPTS = [[5, 6, 7, 5, 6], [3], [11, 12] * 3]
+GREEDY = [SamplingParams(max_new_tokens=5)] * 3
+SIZE: dict[str, object] = {
+    "dtype": torch.float32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 BUSH = [(1,), (0,), (0, 1), (0, 0), (0, 0, 0)]  # the best path is nodes 2, 4, 5: what is accepted has to move
 
 
@@ -77,8 +82,10 @@ def graph_engine(drafter: object = None, model: PreTrainedModel | None = None, *
     return engine
 
 
-def plain(params: Sequence[SamplingParams], **config: int) -> list[list[int]]:
-    return outputs(run(make_engine(tiny_llama(**SIZE), **config), PROMPTS, params))
+def plain(
+    params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]] = PROMPTS, **config: int
+) -> list[list[int]]:
+    return outputs(run(make_engine(tiny_llama(**SIZE), **config), prompts[: len(params)], params))
 
 
 def successors(answers: list[list[int]]) -> dict[int, int]:
@@ -87,7 +94,7 @@ def successors(answers: list[list[int]]) -> dict[int, int]:
 
 @pytest.mark.parametrize("name", ["none", "ngram", "bush"])
 def test_tokens_are_those_of_eager_steps(name: str) -> None:
-    params = [SamplingParams(max_new_tokens=n, seed=n, temperature=t) for n, t in ((7, 0.0), (4, 1.1), (9, 0.0))]
+    params = [SamplingParams(max_new_tokens=n, seed=n, temperature=t) for n, t in ((5, 0.0), (3, 1.1), (7, 0.0))]
     want = plain(params)
     drafters = {"none": NoDrafter(), "ngram": NGramDrafter(), "bush": BushDrafter(successors(want))}
     engine = graph_engine(drafters[name], max_nodes=4)
@@ -142,7 +149,7 @@ def test_right_heads_are_believed(tree: list[tuple[int, ...]], kind: str) -> Non
 def test_a_request_waits_a_few_captured_steps_at_most() -> None:
     """Every admission takes an eager step; a crowd would otherwise run eagerly nearly all the time."""
     engine = graph_engine()
-    first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=40))
+    first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=ADMIT_EVERY + 8))
     for _ in range(3):
         engine.step()
     second, waited = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=3)), 0
@@ -157,7 +164,7 @@ def test_a_request_waits_a_few_captured_steps_at_most() -> None:
 def test_heads_go_on_where_captured_and_eager_steps_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.engine.graphs.ADMIT_EVERY", 1)
     model = walking_model(torch.float32)
-    params = [SamplingParams(max_new_tokens=n) for n in (14, 6)]
+    params = [SamplingParams(max_new_tokens=n) for n in (14, 5)]
     want = outputs(run(make_engine(model), PROMPTS[:2], params))
     engine = graph_engine(walking_medusa(model.to(DEVICE), lambda token: True, BUSH), model)
     requests = [engine.add(PROMPTS[0], params[0])]
@@ -173,20 +180,21 @@ def test_heads_go_on_where_captured_and_eager_steps_meet(monkeypatch: pytest.Mon
 
 
 def test_a_stop_costs_one_step_and_blocks_return() -> None:
-    want = plain(GREEDY)
-    stops = [SamplingParams(max_new_tokens=6, stop_token_ids=[tokens[3]]) for tokens in want]
+    want = plain(GREEDY[:2])
+    stops = [SamplingParams(max_new_tokens=5, stop_token_ids=[tokens[3]]) for tokens in want]
     engine = graph_engine()
-    requests = run(engine, PROMPTS, stops)
+    requests = run(engine, PROMPTS[:2], stops)
     for request, tokens in zip(requests, want, strict=True):
         assert request.finish_reason == "stop"
         assert request.tokens[request.prompt_len :] == tokens[: tokens.index(tokens[3]) + 1]
 
 
-def test_requests_join_and_leave() -> None:
+def test_requests_join_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.engine.graphs.ADMIT_EVERY", 1)
     want = plain(GREEDY)
     engine = graph_engine(max_num_seqs=2)
     first = engine.add(PROMPTS[0], GREEDY[0])
-    for _ in range(4):
+    for _ in range(3):
         engine.step()
     others = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS[1:]]
     drain(engine)
@@ -194,9 +202,9 @@ def test_requests_join_and_leave() -> None:
 
 
 def test_an_abort_in_flight() -> None:
-    want = plain(GREEDY)
+    want = plain(GREEDY[:2])
     engine = graph_engine()
-    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS]
+    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS[:2]]
     while requests[0].num_output < 3:
         engine.step()
     engine.abort(requests[0])
@@ -206,27 +214,29 @@ def test_an_abort_in_flight() -> None:
 
 def test_a_small_pool_goes_back_to_eager_steps() -> None:
     """Where blocks can't be reserved ahead, eager steps preempt; tokens stay the same."""
-    params = [SamplingParams(max_new_tokens=18)] * 3
-    engine = graph_engine(num_blocks=4, max_model_len=64)
-    assert outputs(run(engine, PROMPTS, params)) == plain(params, max_model_len=64)
+    params, prompts = [SamplingParams(max_new_tokens=8)] * 2, [[5, 6] * 6, [11, 12, 13] * 4]
+    engine = graph_engine(num_blocks=3, max_model_len=48)
+    assert outputs(run(engine, prompts, params)) == plain(params, prompts, max_model_len=48)
+    assert engine.graphs is not None and engine.graphs.stats.num_graphs and engine.scheduler.num_preemptions
 
 
 def test_the_context_limit_is_reached() -> None:
-    params = [SamplingParams(max_new_tokens=100)] * 3
-    engine = graph_engine(NGramDrafter(), max_model_len=24, max_nodes=4)
-    requests = run(engine, PROMPTS, params)
-    assert outputs(requests) == plain(params, max_model_len=24)
-    assert all(len(r.tokens) == 24 and r.finish_reason == "length" for r in requests)
+    params, prompts = [SamplingParams(max_new_tokens=100)] * 2, [[5, 6, 7, 5, 6, 7], [11, 12] * 4]
+    engine = graph_engine(NGramDrafter(), max_model_len=16, max_nodes=4)
+    requests = run(engine, prompts, params)
+    assert outputs(requests) == plain(params, prompts, max_model_len=16)
+    assert all(len(r.tokens) == 16 and r.finish_reason == "length" for r in requests)
+    assert engine.graphs is not None and engine.graphs.stats.num_graphs
 
 
 def test_cuts_run_in_captured_steps_beside_greedy_requests() -> None:
     """The last steps, after the requests with cuts have ended, have none."""
     prompts = [*PROMPTS, [3, 4]]
     params = [
-        SamplingParams(max_new_tokens=5, seed=1, temperature=1.5, top_k=3, min_p=0.02),
-        SamplingParams(max_new_tokens=3),
-        SamplingParams(max_new_tokens=5, seed=3, temperature=1.2, top_p=0.6, top_k=10**30),
-        SamplingParams(max_new_tokens=12, seed=4, temperature=1.1),
+        SamplingParams(max_new_tokens=4, seed=1, temperature=1.5, top_k=3, min_p=0.02),
+        SamplingParams(max_new_tokens=2),
+        SamplingParams(max_new_tokens=4, seed=3, temperature=1.2, top_p=0.6, top_k=10**30),
+        SamplingParams(max_new_tokens=11, seed=4, temperature=1.1),
     ]
     want = outputs(run(make_engine(tiny_llama(**SIZE)), prompts, params))
     engine = graph_engine(BushDrafter(successors(want)), max_nodes=4)
@@ -239,18 +249,18 @@ def test_cuts_run_in_captured_steps_beside_greedy_requests() -> None:
 
 
 def test_greedy_requests_pay_for_no_cuts() -> None:
-    params = [SamplingParams(max_new_tokens=3, top_k=3, top_p=0.5, min_p=0.1)] * 3
+    params = [SamplingParams(max_new_tokens=3, top_k=3, top_p=0.5, min_p=0.1)] * 2
     engine = graph_engine()
-    assert outputs(run(engine, PROMPTS, params)) == plain(params)
+    assert outputs(run(engine, PROMPTS[:2], params)) == plain(params)
     assert engine.graphs is not None and not any(bucket.cuts for bucket in engine.graphs._captured)
 
 
 def test_what_cannot_be_captured_runs_eagerly() -> None:
-    params = [GREEDY[0], SamplingParams(max_new_tokens=6, logprobs=1), SamplingParams(max_new_tokens=4, top_k=2)]
+    params = [GREEDY[0], SamplingParams(max_new_tokens=5, logprobs=1)]
     engine = graph_engine()
-    requests = run(engine, PROMPTS, params)
+    requests = run(engine, PROMPTS[:2], params)
     assert outputs(requests) == plain(params)
-    assert len(requests[1].logprobs) == 6
+    assert len(requests[1].logprobs) == 5
     assert engine.graphs is not None and engine.graphs.stats.num_graphs == 0
 
 

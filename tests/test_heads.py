@@ -413,3 +413,41 @@ def test_heads_by_name_and_by_path(tmp_path: Path) -> None:
         make_drafter(tmp_path)
     with pytest.raises(CheckpointError, match="no such"):
         make_drafter("./no/such/folder", target())
+
+
+# ---- draft vocabularies ----
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_a_draft_vocabulary_is_saved_with_the_heads(tmp_path: Path, projection: str) -> None:
+    heads = random_heads(projection=projection, draft_vocab=4)
+    assert heads.token_ids is not None
+    heads.token_ids.copy_(torch.tensor([0, 2, 5, V - 1]))
+    save_heads(heads, tmp_path)
+    loaded = load_heads(tmp_path, target(dtype=torch.bfloat16))
+    assert loaded.token_ids is not None and loaded.token_ids.dtype == torch.int64
+    assert loaded.token_ids.tolist() == [0, 2, 5, V - 1] and loaded.config == heads.config
+    labels = torch.tensor([2, 3, V - 1, -100, 0])
+    assert loaded.columns_of(labels, -100).tolist() == [1, -100, 3, -100, 0]
+    assert loaded.tokens_of(torch.tensor([[3, 0]])).tolist() == [[V - 1, 0]]
+
+
+@pytest.mark.parametrize(
+    "ids", [[0, 2, 5], [0, 2, 2, 5], [2, 0, 5, 6], [-1, 2, 5, 6], [0, 2, 5, V], [0.0, 2.0, 5.0, 6.0], None]
+)
+def test_a_damaged_draft_vocabulary_is_named(tmp_path: Path, ids: list[float] | None) -> None:
+    save_heads(random_heads(draft_vocab=4), tmp_path)
+    tensors = load_file(tmp_path / OURS)
+    del tensors["token_ids"]
+    save_file(tensors | ({} if ids is None else {"token_ids": torch.tensor(ids)}), tmp_path / OURS)
+    with pytest.raises(CheckpointError, match=f"token_ids must be 4 different ids of {V} tokens, ascending"):
+        load_heads(tmp_path, target())
+
+
+def test_a_draft_vocabulary_needs_the_heads_rows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_vocab must be a whole number from 1 to"):
+        random_heads(draft_vocab=V + 1)
+    with pytest.raises(ConfigError, match="give the DraftTarget its head_rows"):
+        MedusaDrafter(random_heads(projection="shared", draft_vocab=4), target())
+    own = MedusaDrafter(random_heads(projection="own", draft_vocab=4), target(), max_nodes=64)
+    assert all(choice[-1] < 4 for choice in own.choices), "no more candidates than there are tokens"

@@ -38,7 +38,7 @@ from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
 V = 12
 EOS = (3, 7)
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
-NUM_NEW = 24
+NUM_NEW = 16
 
 
 # --- one processor against transformers' ----------------------------------------------------------------------

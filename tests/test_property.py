@@ -1,11 +1,12 @@
-"""200 random cases of the whole promise; benchmarks/property.py runs as many as one likes."""
+"""Random cases of the whole promise; benchmarks/property.py runs as many as one likes."""
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.property import Case, cases, check
+from tests.property import cases, check
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(case=cases())
-def test_speculation_never_shows(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize("num_cases", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_speculation_never_shows(num_cases: int) -> None:
+    how = settings(max_examples=num_cases, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    how(given(case=cases())(check))()

@@ -37,6 +37,18 @@ def test_candidates_are_the_best_scores(rank, dtype, vocab, num_ranks):
 
 
 @RANK
+def test_columns_of_a_draft_vocabulary_have_their_tokens_noise(rank):
+    """Ranking some columns by their tokens is ranking all tokens, of which only those have finite scores."""
+    ids = put(sorted(torch.randperm(3000, generator=torch.Generator().manual_seed(1))[:1100].tolist()))
+    logits = torch.randn(4, 1100, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    arguments = put([0, 1.2, 0.4, 3], torch.float32), put([1, 2, 3, 2**40 + 7]), put([0, 5, 6, 9]), 8
+    whole = torch.full((4, 3000), -torch.inf, device=DEVICE).index_copy(1, ids, logits)
+    assert torch.equal(rank(logits, *arguments, token_ids=ids), torch_rank.rank(whole, *arguments))
+    with pytest.raises(ValueError, match="1100 columns of logits don't fit 9 token ids"):
+        rank(logits, *arguments, token_ids=ids[:9])
+
+
+@RANK
 def test_rows_without_enough_scores_still_name_tokens(rank):
     logits = torch.full((3, 1100), -torch.inf, device=DEVICE)
     logits[0] = torch.nan
@@ -61,11 +73,11 @@ HEADS = pytest.mark.parametrize("random_heads", [random_medusa, random_hydra], i
 
 
 @HEADS
-@pytest.mark.parametrize("num_nodes", [1, 2, 4, 6])
-def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes):
+@pytest.mark.parametrize(("num_nodes", "draft_vocab"), [(1, None), (2, None), (4, 31), (6, None), (6, 31)])
+def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes, draft_vocab):
     """The third sequence has no hidden state, the fourth is inactive."""
     model = tiny_llama(dtype=torch.float32, num_hidden_layers=1).to(DEVICE)
-    drafter = random_heads(model)
+    drafter = random_heads(model, draft_vocab=draft_vocab)
     hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     histories = [[3, 4, 5], [9, 8, 7, 6], [1, 2]]
     params = [SamplingParams(seed=5), SamplingParams(seed=6, temperature=1.3), SamplingParams(seed=7)]
@@ -86,6 +98,7 @@ def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes):
     assert count.tolist() == [num_nodes, num_nodes, 1, 0] and count.dtype == torch.int32
     for b in range(3):
         assert tokens[b, : count[b]].tolist() == tree.tokens_of(b)
+        assert not draft_vocab or all(token % 3 == 1 for token in tree.tokens_of(b)[1:])
         assert parents[b, : count[b]].tolist() == tree.parents_of(b)
     assert ((tokens >= 0) & (tokens < 97)).all()
 

@@ -96,4 +96,4 @@ def test_the_demo_shows_all_drafters(folder: Path, heads: Path, tmp_path: Path) 
     names = ["ngram", "hydra", "ngram+hydra"]
     assert [(row["prompt"], row["drafter"]) for row in found["rows"]] == [(p, n) for p in PROMPTS for n in names]
     assert list(found["gain_over_plain"]) == names and all(gain > 0 for gain in found["gain_over_plain"].values())
-    assert all(name in result.stdout for name in (*PROMPTS, *names))
+    assert all(name in result.stdout for name in (*PROMPTS, *names)) and "by depth" in result.stdout, "too wide"

@@ -81,7 +81,8 @@ def lone_row(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
-    x, delta = randn(64, 576, dtype=dtype), randn(64, 576, dtype=dtype, seed=1)
+    rows = 64 if ON_GPU else 16
+    x, delta = randn(rows, 576, dtype=dtype), randn(rows, 576, dtype=dtype, seed=1)
     weight = randn(576, dtype=dtype, seed=2)
     ops: list[Callable[[Tensor, Tensor], Tensor]] = [
         lambda x, delta: rmsnorm(x, weight, EPS),

@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 
 from specdec import LLM, SamplingParams
 from specdec.cli.main import main
+from specdec.drafters.heads import load_heads
 from specdec.training import checkpoint
 
 
@@ -35,13 +36,18 @@ def train(folder: Path, data: Path, out: Path, *args: str) -> Result:
 
 def test_trains_resumes_and_drafts(folder: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "heads"
-    result = train(folder, data, out, "--json")
+    result = train(folder, data, out, "--json", "--licence", "MIT")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["steps"] == 4 and found["out"] == str(out) and len(found["top1"]) == 2
+    assert (
+        found["peak_bytes"] > 1 << 20 and found["steps"] == 4 and found["out"] == str(out) and len(found["top1"]) == 2
+    )
     assert "step 4" in result.stderr
     assert found["expected_tau"]["1"] == 1 <= found["expected_tau"]["2"]
     assert json.loads((out / "config.json").read_text())["tree"]
+    card = (out / "README.md").read_text()
+    assert f"specdec train medusa --model={folder}" in card and "the answers in chats.jsonl" in card
+    assert "| 1 | " in card and "| licence | MIT |" in card and "4 steps of at most 128 tokens" in card
     prompts = ["count from 3", "hello"]
     params = SamplingParams(max_new_tokens=9)
     answers = [LLM(folder, d, device="cpu").generate(prompts, params) for d in ("none", str(out))]
@@ -52,6 +58,20 @@ def test_trains_resumes_and_drafts(folder: Path, data: Path, tmp_path: Path) -> 
     assert resumed.exit_code == 0 and f"heads in {out}" in resumed.stdout
     other = train(folder, data, out, "--resume", "--lr", "0.5")
     assert other.exit_code == 2 and "lr 0.001, not 0.5" in other.output
+
+
+def test_heads_of_a_draft_vocabulary(folder: Path, data: Path, tmp_path: Path) -> None:
+    for kind in ("medusa", "hydra"):
+        out = tmp_path / kind
+        result = train(folder, data, out, "--kind", kind, "--draft-vocab", "14", "--json")
+        assert result.exit_code == 0, result.output
+        heads = load_heads(out)
+        assert heads.config.draft_vocab == 14 and heads.token_ids is not None
+        assert {ord(digit) - 32 for digit in "0123456789"} <= set(heads.token_ids.tolist())
+        answers = [LLM(folder, d, device="cpu").generate("3 4 5") for d in ("none", str(out))]
+        assert answers[0][0].token_ids == answers[1][0].token_ids
+    too_many = train(folder, data, tmp_path / "other", "--draft-vocab", "97")
+    assert too_many.exit_code == 2 and "1 to 96 tokens" in too_many.output
 
 
 def invoke(folder: Path, out: Path, *args: str) -> Result:

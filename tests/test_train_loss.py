@@ -20,13 +20,21 @@ from specdec.training.config import TrainConfig
 from specdec.training.data import Example
 from specdec.training.loss import HeadsLoss, Inputs
 from specdec.training.metrics import count_ranks, summarize
+from specdec.training.vocab import frequent_tokens
 from tests.training import examples
 
 H, V, K = 8, 23, 3
 
 
-def heads_of(projection: str) -> MedusaHeads:
-    config = HeadsConfig(num_heads=K, num_layers=2, hidden_size=H, vocab_size=V, projection=projection)  # type: ignore[arg-type]
+def heads_of(projection: str, draft_vocab: int | None = None) -> MedusaHeads:
+    config = HeadsConfig(
+        num_heads=K,
+        num_layers=2,
+        hidden_size=H,
+        vocab_size=V,
+        projection=projection,  # type: ignore[arg-type]
+        draft_vocab=draft_vocab,
+    )
     heads = MedusaHeads(config, dtype=torch.float64)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -172,3 +180,38 @@ def test_learning_rate_rises_then_falls_to_nothing() -> None:
     rates = [config.lr_at(step) for step in range(111)]
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[60] == pytest.approx(0.5)
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[110] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("projection", ["shared", "own"])
+def test_labels_outside_the_draft_vocabulary_have_no_loss_but_count_as_misses(projection: str) -> None:
+    ids = torch.tensor([0, 3, 4, 11, 20])
+    heads = heads_of(projection, draft_vocab=len(ids))
+    assert heads.token_ids is not None
+    heads.token_ids.copy_(ids)
+    hidden, labels, head = inputs(60)
+    inside = torch.isin(labels, ids)
+    counts = (labels != IGNORE).sum(0)
+    assert 0 < inside.sum() < counts.sum()
+    module = HeadsLoss(heads, lambda x: F.linear(x, head[ids]), 0.8, 4 * K * len(ids))
+    loss, means = module(Inputs(hidden, labels), counts)
+    logits = heads(hidden, lambda x: F.linear(x, head[ids]))
+    for k in range(K):
+        losses = [-logits[t, k].log_softmax(-1)[ids.tolist().index(y)] for t, y in enumerate(labels[:, k]) if y in ids]
+        torch.testing.assert_close(means[k], torch.stack(losses).sum() / counts[k])
+    sources = torch.randn(*labels.shape, H, dtype=torch.float64)
+    soft, crossed = module(Inputs(hidden, labels, sources=sources), counts)
+    chances = F.linear(sources, head[ids]).softmax(-1)
+    wanted = -(chances * logits.log_softmax(-1)).sum(-1).masked_fill(~inside, 0).sum(0) / counts
+    torch.testing.assert_close(crossed, wanted.detach())
+    (loss + soft).backward()
+    found = summarize(count_ranks(module, Inputs(hidden, labels)))
+    assert found.num_labels == counts.tolist()
+    assert [sum(head) for head in found.accuracies] == pytest.approx((inside.sum(0) / counts).tolist())
+
+
+def test_the_most_frequent_answer_tokens() -> None:
+    texts = [Example((7, 5, 5, 2, 2, 9), (False, True, True, True, True, True)), Example((2, 7), (True, False))]
+    assert frequent_tokens(texts, 3, 20) == [2, 5, 9]
+    assert frequent_tokens(texts, 5, 20) == [2, 5, 9, 0, 1], "then the lowest ids"
+    with pytest.raises(ConfigError, match="1 to 20 tokens, as many as the model's, not 21"):
+        frequent_tokens(texts, 21, 20)

@@ -94,7 +94,19 @@ def test_the_model_writes_its_own_prompts() -> None:
     ask, calls = scripted(tokenizer, texts)
     prompts = self_prompts(ask, tokenizer, 2, batch=5, max_chars=40)
     assert prompts == [[{"role": "user", "content": text}] for text in ("What is rain?", "Why is it wet?")]
-    assert calls == [[list(user_turn(tokenizer).opening)] * 5] * 2
+    assert calls == [[list(user_turn(tokenizer).opening)] * 5] * 2, "without openings"
+
+
+def test_every_other_prompt_begins_with_an_opening() -> None:
+    tokenizer = characters(CHATML)
+    texts = ["What is rain?<|im_end|>", "  red<|im_end|>", "Why is it wet?<|im_end|>", " \n<|im_end|>"]
+    ask, calls = scripted(tokenizer, [*texts, "Is it cold?<|im_end|>", " blue<|im_end|>"])
+    prompts = self_prompts(ask, tokenizer, 5, openings=["Say:", "List"], batch=2)
+    said = [prompt[0]["content"] for prompt in prompts]
+    assert said == ["What is rain?", "Say:  red", "Why is it wet?", "Is it cold?", "Say: blue"], "one went nowhere"
+    opening = user_turn(tokenizer).opening
+    asked = [tokenizer.decode(ids[len(opening) :]) for call in calls for ids in call]
+    assert asked == ["", "Say:", "", "List", "", "Say:"]
 
 
 def test_a_turn_that_ends_by_text() -> None:

@@ -19,7 +19,7 @@ from specdec.training.trainer import Report, TrainResult, train
 from tests.conftest import VOCAB, tiny_llama
 
 CONFIG = TrainConfig(steps=6, batch_tokens=48, lr=1e-2, warmup=2, eval_every=3, save_every=3)
-KILLED_CONFIG = TrainConfig(steps=60, batch_tokens=24, lr=1e-2, warmup=2, eval_every=7, save_every=1)
+KILLED_CONFIG = TrainConfig(steps=40, batch_tokens=24, lr=1e-2, warmup=2, eval_every=7, save_every=1)
 
 
 def examples(count: int = 12, seed: int = 0) -> list[Example]:
@@ -60,7 +60,7 @@ def run_under_fire(out: Path, kills: int, rng: random.Random) -> int:
             run(out, KILLED_CONFIG, resume=True)
             os._exit(0)
         while len(read_metrics(out)) <= goal and os.waitpid(child, os.WNOHANG) == (0, 0):
-            time.sleep(0.001)
+            time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.05))  # a step or a few, most of which is the save
         os.kill(child, signal.SIGKILL)
         num_killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])

@@ -16,6 +16,7 @@ from specdec.drafters.choices import Choice, as_choices
 from specdec.drafters.draft_heads import DraftHeads
 from specdec.errors import ConfigError
 from specdec.training.data import Example
+from specdec.training.hidden import FrozenBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,7 +73,7 @@ def joint_ranks(
     Memory for scores stays under 64 MiB or one position's, whatever the examples.
 
     Args:
-        model: the base, in evaluation mode.
+        model: the base; its parameters stop taking gradients.
         heads: draft heads of any kind, on the model's device.
         examples: held-out texts, no longer than the model allows.
         num_ranks: candidates of each head.
@@ -80,8 +81,8 @@ def joint_ranks(
     Raises:
         ConfigError: no answer has a token for every head.
     """
-    num_heads: int = heads.config.num_heads
-    num_ranks = min(num_ranks, heads.config.vocab_size)
+    base, num_heads = FrozenBase(model), heads.config.num_heads
+    num_ranks = min(num_ranks, heads.config.num_columns)
     rows: list[Tensor] = []
     lengths: list[int] = []
     for example in examples:
@@ -91,7 +92,7 @@ def joint_ranks(
         at = torch.tensor([t for start, end in answers for t in range(start - 1, end - 2)], dtype=torch.int64)
         ends = torch.tensor([end for start, end in answers for _ in range(start - 1, end - 2)], dtype=torch.int64)
         if len(at):
-            rows.append(_example_ranks(model, heads, torch.tensor(example.input_ids), at, ends, num_ranks))
+            rows.append(_example_ranks(base, heads, torch.tensor(example.input_ids), at, ends, num_ranks))
     joint = torch.cat(rows) if rows else torch.empty(0, num_heads, dtype=torch.int64)
     left = [min(n - 1 - i, num_heads) for n in lengths for i in range(n - 1)]
     whole = torch.tensor(left, dtype=torch.int64) == num_heads
@@ -185,37 +186,32 @@ def _answers(example: Example) -> Iterator[tuple[int, int]]:
             start = None
 
 
+def label_ranks(heads: DraftHeads, logits: Tensor, labels: Tensor, num_ranks: int) -> Tensor:
+    """Return the rank of each label among the head's candidates, as the drafter takes them: [R, K] int64.
+
+    Args:
+        heads: whose logits they are.
+        logits: [R, K, V], or [R, K, D] of heads with a draft vocabulary, in fp32 or better.
+        labels: [R, K] tokens; a negative one is none and gets `MISS`, as does one that isn't scored.
+        num_ranks: candidates of each head.
+    """
+    hits = heads.tokens_of(logits.topk(num_ranks).indices) == labels[..., None]  # [R, K, ranks]
+    return torch.where(hits.any(-1), hits.int().argmax(-1), MISS)
+
+
 def _example_ranks(
-    model: "PreTrainedModel", heads: DraftHeads, ids: Tensor, at: Tensor, ends: Tensor, num_ranks: int
+    base: FrozenBase, heads: DraftHeads, ids: Tensor, at: Tensor, ends: Tensor, num_ranks: int
 ) -> Tensor:
     """[n, K] ranks at the positions `at` [n] of a text [T]; answers end at `ends` [n]."""
-    hidden = model.base_model(input_ids=ids[None].to(model.device), use_cache=False)[0][0]  # [T, H]
-    num_heads = heads.config.num_heads
-    places = at[:, None] + 2 + torch.arange(num_heads)  # [n, K]
+    ids, at, ends = (x.to(base.device) for x in (ids, at, ends))
+    dtype, lm_head = next(heads.parameters()).dtype, base.head_for(heads)
+    places = at[:, None] + 2 + torch.arange(heads.config.num_heads, device=base.device)  # [n, K]
     labels = ids[places.clamp(max=len(ids) - 1)].masked_fill(places >= ends[:, None], MISS)
     before = ids[(places - 1).clamp(max=len(ids) - 1)]  # the token before each label
-    size = max(1, _CHUNK_LOGITS // (num_heads * heads.config.vocab_size))
-    return torch.cat(
-        [
-            _chunk_ranks(model, heads, hidden[at[part].to(hidden.device)], labels[part], before[part], num_ranks)
-            for part in (slice(i, i + size) for i in range(0, len(at), size))
-        ]
-    )
-
-
-def _chunk_ranks(
-    model: "PreTrainedModel", heads: DraftHeads, hidden: Tensor, labels: Tensor, before: Tensor, num_ranks: int
-) -> Tensor:
-    dtype = next(heads.parameters()).dtype
-    head = model.get_output_embeddings()
-
-    def lm_head(states: Tensor) -> Tensor:
-        scores: Tensor = head(states.to(head.weight.dtype))  # a softcap or a scale on top wouldn't change the order
-        return scores
-
-    hidden = hidden.to(dtype)
-    following = model.get_input_embeddings()(before.to(hidden.device)).to(dtype)  # [n, K, H]
-    logits = heads.project(heads.states(hidden, following), lm_head)
-    candidates = logits.float().topk(num_ranks).indices.cpu()  # [n, K, ranks], as the drafter takes them
-    hits = candidates == labels[..., None]
-    return torch.where(hits.any(-1), hits.int().argmax(-1), MISS)
+    hidden = base.read(ids[None])[0, at].to(dtype)  # [n, H]
+    size = max(1, _CHUNK_LOGITS // (heads.config.num_heads * heads.config.num_columns))
+    ranks = []
+    for part in (slice(i, i + size) for i in range(0, len(at), size)):
+        states = heads.states(hidden[part], base.embed(before[part]).to(dtype))
+        ranks.append(label_ranks(heads, heads.project(states, lm_head).float(), labels[part], num_ranks))
+    return torch.cat(ranks).cpu()

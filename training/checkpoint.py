@@ -20,6 +20,7 @@ from torch import Tensor
 from specdec.drafters.draft_heads import DraftHeads
 from specdec.drafters.heads import load_heads, save_heads
 from specdec.errors import CheckpointError, ConfigError, TrainingError
+from specdec.hub.cache import new_folder
 
 FOLDER = "checkpoints"
 KEPT = 2
@@ -71,19 +72,11 @@ def save_checkpoint(
         TrainingError: it can't be written; nothing of it is left.
     """
     folder = out / FOLDER
-    temporary = folder / f".step-{step:08d}.{os.getpid()}.tmp"
     with writing(out):
-        try:
-            temporary.mkdir(parents=True)
-            save_heads(heads, temporary)
-            save_file(_optimizer_tensors(optimizer), temporary / _OPTIMIZER_FILE)
-            (temporary / _STATE_FILE).write_text(json.dumps({"step": step} | asdict(identity)), encoding="utf-8")
-            for path in (*temporary.iterdir(), temporary):
-                _sync(path)
-            os.replace(temporary, folder / f"step-{step:08d}")
-            _sync(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with new_folder(folder / f"step-{step:08d}") as made:
+            save_heads(heads, made)
+            save_file(_optimizer_tensors(optimizer), made / _OPTIMIZER_FILE)
+            (made / _STATE_FILE).write_text(json.dumps({"step": step} | asdict(identity)), encoding="utf-8")
         for old in _checkpoints(out)[:-KEPT]:
             gone = old.with_name(f".{old.name}.old")  # in one step: a kill in between leaves no half of a checkpoint
             os.replace(old, gone)
@@ -160,12 +153,3 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tens
         if shapes != {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}:
             raise CheckpointError(f"{folder / _OPTIMIZER_FILE}: doesn't fit weight {index} of the heads: {shapes}")
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

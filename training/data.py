@@ -23,10 +23,12 @@ class Example:
     Args:
         input_ids: the token ids [T].
         answer: for each whether the assistant wrote it: then it is a label [T].
+        category: what kind of text it is, by which results are reported; empty if that isn't known.
     """
 
     input_ids: tuple[int, ...]
     answer: tuple[bool, ...]
+    category: str = ""
 
     def __post_init__(self) -> None:
         if len(self.input_ids) != len(self.answer):
@@ -45,7 +47,8 @@ def read_examples(
 
     Args:
         path: a `.txt` file of documents with blank lines between them, all of whose tokens are labels; any other
-            name is read as JSONL with {"messages": [{"role", "content"}, …]} on each line, where answers are labels.
+            name is read as JSONL with {"messages": [{"role", "content"}, …]} on each line, where answers are labels;
+            a line may have a "category".
         tokenizer: the base model's.
         max_len: longer examples are cut here, in tokens.
         report: is told how many examples were cut, and how many were dropped because no label was left.
@@ -62,9 +65,9 @@ def read_examples(
         raise ConfigError(f"max_len is {max_len}; an example needs 2 tokens at least")
     read = _read_text if path.suffix.lower() == ".txt" else _read_chats
     texts = list(read(path, tokenizer))
-    made = [make_example(ids, mask, max_len) for ids, mask in texts]
+    made = [make_example(ids, mask, max_len, category) for ids, mask, category in texts]
     examples = [example for example in made if example is not None]
-    num_cut = sum(len(ids) > max_len for ids, _ in texts)
+    num_cut = sum(len(ids) > max_len for ids, _, _ in texts)
     if num_cut:
         report(f"{path}: {num_cut} of {len(texts)} examples were cut at {max_len} tokens")
     if len(examples) < len(texts):
@@ -75,18 +78,19 @@ def read_examples(
     return examples
 
 
-def make_example(ids: Sequence[int], mask: Sequence[bool], max_len: int) -> Example | None:
+def make_example(ids: Sequence[int], mask: Sequence[bool], max_len: int, category: str = "") -> Example | None:
     """Cut a marked text; None where no label is left. What follows the last label teaches nothing and is cut as well.
 
     Args:
         ids: token ids [T].
         mask: whether each is a label [T].
         max_len: how many tokens to keep at most.
+        category: the example's.
     """
     labels = [i for i, label in enumerate(mask[:max_len]) if label]
     if not labels:
         return None
-    return Example(tuple(ids[: labels[-1] + 1]), tuple(mask[: labels[-1] + 1]))
+    return Example(tuple(ids[: labels[-1] + 1]), tuple(mask[: labels[-1] + 1]), category)
 
 
 def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], list[Example]]:
@@ -125,19 +129,22 @@ def _prompt_hash(example: Example) -> str:
     return hashlib.blake2b(repr(tuple(text)).encode(), digest_size=16).hexdigest()
 
 
-def _read_chats(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[bool]]]:
+def _read_chats(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[bool], str]]:
     for where, item in read_objects(path):
         try:
             if "messages" not in item:
                 raise DataError(f"has the keys {sorted(item)}; each line needs 'messages'")
-            yield encode_answers(tokenizer, check_messages(item["messages"]))
+            category = item.get("category", "")
+            if not isinstance(category, str):
+                raise DataError(f"has the category {category!r}; give a text, or none")
+            yield *encode_answers(tokenizer, check_messages(item["messages"])), category
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
 
 
-def _read_text(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[bool]]]:
+def _read_text(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[bool], str]]:
     text = decode(read_bytes(path), path).replace("\r\n", "\n")
     for document in re.split(r"\n(?:[^\S\n]*\n)+", text):
         if document.strip():
             ids: list[int] = tokenizer(document.strip("\n"), verbose=False)["input_ids"]
-            yield ids, [True] * len(ids)
+            yield ids, [True] * len(ids), ""

@@ -1,6 +1,7 @@
 """The frozen base: its final hidden states, its head, its embeddings, and a proof that it didn't change."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from specdec.drafters.draft_heads import DraftHeads, HeadsConfig, KindName
 from specdec.drafters.heads import base_fingerprint, make_heads
 from specdec.errors import UnsupportedModel
+from specdec.models.head import OutputHead
 from specdec.training.batches import Batch
 
 if TYPE_CHECKING:
@@ -33,9 +35,6 @@ class FrozenBase:
         self.model = model.requires_grad_(False).eval()
         self.device: torch.device = model.device
         self._head = model.get_output_embeddings()
-        config = model.config.get_text_config()
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
 
     @property
     def vocab_size(self) -> int:
@@ -53,11 +52,16 @@ class FrozenBase:
         """Return the final hidden states, behind the last norm, of all tokens: [B * L, H] in the base's dtype."""
         if not len(batch.rows):
             return self.head_weight.new_zeros(batch.input_ids.numel(), self.head_weight.shape[1])
+        return self.read(batch.input_ids, batch.attention_mask).flatten(0, 1)
+
+    @torch.no_grad()
+    def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the final hidden states of texts: [B, L] to [B, L, H] in the base's dtype."""
         body = self.model.base_model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, return_dict=True
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, return_dict=True
         )
         hidden: Tensor = body.last_hidden_state
-        return hidden.flatten(0, 1)
+        return hidden
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -65,11 +69,9 @@ class FrozenBase:
         embeddings: Tensor = self.model.get_input_embeddings()(tokens)
         return embeddings
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Score the vocabulary as the base's head does: [R, H] to [R, V]."""
-        logits: Tensor = self._head(states.to(self._head.weight.dtype))
-        logits = logits if self._scale == 1 else logits * self._scale
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+    def head_for(self, heads: DraftHeads) -> OutputHead:
+        """Return the base's head, for the tokens that these heads score."""
+        return OutputHead(self.model, heads.token_ids)
 
     @torch.no_grad()
     def checksum(self) -> str:
@@ -95,8 +97,14 @@ def new_heads(
     projection: Literal["own", "shared"],
     kind: KindName = "medusa",
     width: int | None = None,
+    token_ids: Sequence[int] | None = None,
 ) -> DraftHeads:
     """Make untrained heads for a base: fp32, on its device, each saying what the base's own head says.
+
+    Args:
+        model: the base.
+        num_heads, num_layers, projection, kind: as in `HeadsConfig`.
+        token_ids: the draft vocabulary; None for all tokens.
 
     Raises:
         ConfigError: a number is out of bounds.
@@ -112,7 +120,11 @@ def new_heads(
         base_fingerprint=base_fingerprint(model),
         kind=kind,
         width=width,
+        draft_vocab=None if token_ids is None else len(token_ids),
     )
     heads = make_heads(config, base.device, torch.float32)
+    if token_ids is not None:
+        assert heads.token_ids is not None
+        heads.token_ids.copy_(torch.tensor(sorted(token_ids)))
     heads.copy_projection(base.head_weight)
     return heads

@@ -36,12 +36,14 @@ class Inputs(NamedTuple):
 class HeadsLoss(nn.Module):
     """Cross-entropy of heads, those of head k times decay ** k, each the mean over its labels.
 
+    Labels outside the heads' draft vocabulary count as 0.
+
     The vocabulary is projected for a few rows at a time, and again in the backward pass, so that memory grows neither
     with rows × V nor, beyond a hidden state a head, with rows.
 
     Args:
         heads: what is trained; the module's only parameters.
-        lm_head: the base's head, [R, H] to [R, V], for heads with a shared projection.
+        lm_head: the base's head, for heads with a shared projection: as for `DraftHeads.project`.
         decay: of the loss from one head to the next.
         chunk_logits: most logits held at once.
 
@@ -54,7 +56,7 @@ class HeadsLoss(nn.Module):
         self.heads = heads
         self._lm_head = lm_head
         num_heads = heads.config.num_heads
-        self.chunk_rows = max(1, chunk_logits // (num_heads * heads.config.vocab_size))
+        self.chunk_rows = max(1, chunk_logits // (num_heads * heads.config.num_columns))
         self._decays = [decay**k for k in range(num_heads)]
 
     def forward(self, inputs: Inputs, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,14 +98,24 @@ class HeadsLoss(nn.Module):
 
     def _sums(self, states: Tensor, labels: Tensor, sources: Tensor | None) -> Tensor:
         """The cross-entropy of each head summed over a few rows, [K]."""
-        logits = self.logits(states).flatten(0, 1)
+        return self.losses(self.logits(states), labels, sources).sum(0)
+
+    def losses(self, logits: Tensor, labels: Tensor, sources: Tensor | None = None) -> Tensor:
+        """Return the cross-entropy [R, K] of logits [R, K, V], 0 where there is no label or it isn't scored.
+
+        Args:
+            logits: of these rows.
+            labels: [R, K].
+            sources: [R, K, H], as in `Inputs`.
+        """
+        columns = self.heads.columns_of(labels, IGNORE)
         if sources is None:
-            losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none")
-            return losses.view_as(labels).sum(0)
+            losses = F.cross_entropy(logits.flatten(0, 1), columns.flatten(), ignore_index=IGNORE, reduction="none")
+            return losses.view_as(labels)
         with torch.no_grad():
             targets = self._lm_head(sources.flatten(0, 1)).to(logits.dtype).softmax(-1)
-        losses = F.cross_entropy(logits, targets, reduction="none").view_as(labels)
-        return losses.masked_fill(labels == IGNORE, 0.0).sum(0)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none").view_as(labels)
+        return losses.masked_fill(columns == IGNORE, 0.0)
 
 
 def chunks(num_rows: int, size: int) -> Iterator[slice]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from specdec.drafters.medusa_heads import HeadsConfig
 from specdec.hub.cache import replace_file
+from specdec.training.accuracies import label_ranks
 from specdec.training.batches import IGNORE
 from specdec.training.loss import HeadsLoss, Inputs, chunks
 
@@ -44,7 +44,7 @@ class Evaluation:
 
 def empty_ranks(config: HeadsConfig, device: torch.device) -> Tensor:
     """Return the sums of no examples: zeros [K, 2 + ranks] float64."""
-    return torch.zeros(config.num_heads, 2 + min(RANKS, config.vocab_size), dtype=torch.float64, device=device)
+    return torch.zeros(config.num_heads, 2 + min(RANKS, config.num_columns), dtype=torch.float64, device=device)
 
 
 @torch.no_grad()
@@ -59,13 +59,13 @@ def count_ranks(loss: HeadsLoss, inputs: Inputs) -> Tensor:
         [K, 2 + ranks] float64: labels, their summed cross-entropy, and how many stand at each rank.
     """
     sums = empty_ranks(loss.heads.config, inputs.hidden.device)
-    ranks = sums.shape[1] - 2
+    num_ranks = sums.shape[1] - 2
     states = loss.states(inputs)
     for rows in chunks(len(states), loss.chunk_rows):
         logits, targets = loss.logits(states[rows]), inputs.labels[rows]  # [R, K, V], [R, K]
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
-        hits = logits.topk(ranks).indices == targets[..., None]  # IGNORE is no token
-        parts = ((targets != IGNORE)[..., None], losses.view_as(targets)[..., None], hits)
+        found = label_ranks(loss.heads, logits, targets, num_ranks)
+        hits = found[..., None] == torch.arange(num_ranks, device=found.device)  # [R, K, ranks]
+        parts = ((targets != IGNORE)[..., None], loss.losses(logits, targets)[..., None], hits)
         sums += torch.cat([part.double() for part in parts], -1).sum(0)
     return sums
 

@@ -3,6 +3,7 @@
 import json
 import unicodedata
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -54,12 +55,15 @@ def self_prompts(
     tokenizer: PreTrainedTokenizerBase,
     count: int,
     *,
+    openings: Sequence[str] = (),
     batch: int = 256,
     max_tries: int = 200,
     min_chars: int = 8,
     max_chars: int = 2000,
 ) -> list[Messages]:
     """Let the instruct model write users' first messages: it continues its chat template, opened for a user's turn.
+
+    Every other message begins with one of the openings, in turn, and the model writes the rest.
 
     Kept are messages that came to their end, have a sensible length, hold no special token, are mostly printable, and
     are no repetition of another (case, white space and Unicode forms aside). After Magpie (Xu et al., 2024, section 2).
@@ -68,6 +72,7 @@ def self_prompts(
         ask: must sample at temperature 1, each request of a call and each call with other seeds.
         tokenizer: the model's.
         count: how many prompts to return.
+        openings: beginnings of messages; none leaves all to the model.
         batch: how many to ask for at once.
         max_tries: how many batches to ask for at most.
         min_chars: shorter messages are left out.
@@ -85,9 +90,12 @@ def self_prompts(
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     turn, special = user_turn(tokenizer), special_tokens(tokenizer)
     found: dict[str, str] = {}
+    beginnings = cycle(x for opening in openings or ("",) for x in (("", opening) if opening else ("",)))
     for _ in range(max_tries):
-        for output in ask([list(turn.opening) for _ in range(batch)]):
-            text = _message(turn, special, tokenizer, output)
+        begun = list(islice(beginnings, batch))
+        asked = [[*turn.opening, *tokenizer(text, add_special_tokens=False)["input_ids"]] for text in begun]
+        for beginning, output in zip(begun, ask(asked), strict=True):
+            text = _message(turn, special, tokenizer, beginning, output)
             if text is not None and min_chars <= len(text) <= max_chars and _is_printable(text):
                 found.setdefault(_normalised(text), text)
         if len(found) >= count:
@@ -112,15 +120,21 @@ def _prompt(item: dict[str, object]) -> Messages:
 
 
 def _message(
-    turn: UserTurn, special: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, output: Sequence[int]
+    turn: UserTurn,
+    special: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    beginning: str,
+    output: Sequence[int],
 ) -> str | None:
-    """What the user says; None where it doesn't end, or a special token stands in it."""
+    """What the user says; None where it doesn't end, goes nowhere, or a special token stands in it."""
     end = next((i for i, token in enumerate(output) if token in turn.end_ids), None)
     text: str = tokenizer.decode(list(output[:end]), clean_up_tokenization_spaces=False)
     ended = end is not None
     if turn.end_text and turn.end_text in text:
         text, ended = text.split(turn.end_text)[0], True
-    return text.strip() if ended and not any(name in text for name in special) else None
+    if not ended or not text.strip() or any(name in text for name in special):
+        return None
+    return (beginning + text).strip()
 
 
 def _is_printable(text: str) -> bool:

@@ -35,7 +35,7 @@ class Stepper:
         self.heads = heads.requires_grad_(True)
         self.optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self._config = config
-        self._loss = HeadsLoss(heads, self.base.logits, config.decay)
+        self._loss = HeadsLoss(heads, self.base.head_for(heads), config.decay)
         self._module = self.accelerator.prepare(self._loss)
 
     def step(self, step: int, examples: list[Example]) -> tuple[float, list[float]]:

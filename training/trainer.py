@@ -23,6 +23,7 @@ from specdec.training.batches import BatchOrder, fingerprint, make_batch
 from specdec.training.checkpoint import RunIdentity, has_checkpoint, load_checkpoint, save_checkpoint, writing
 from specdec.training.config import TrainConfig
 from specdec.training.data import Example
+from specdec.training.memory import peak_bytes, reset_peak
 from specdec.training.metrics import Evaluation, MetricsLog, can_plot, save_accuracies, save_plot
 from specdec.training.step import Stepper
 
@@ -41,12 +42,14 @@ class TrainResult:
         evaluation: on the held-out examples; None if there are none.
         num_skipped: batches without a label.
         plotted: whether there is a plot; it needs matplotlib.
+        peak_bytes: most memory held, as `specdec.training.memory.peak_bytes` counts it, on this process.
     """
 
     loss: float
     evaluation: Evaluation | None
     num_skipped: int
     plotted: bool
+    peak_bytes: int
 
 
 def prepare_out(out: Path, resume: bool) -> None:
@@ -96,6 +99,7 @@ def train(
         TrainingError: the loss isn't finite (the batch is saved), the base changed, or `out` can't be written.
     """
     prepare_out(out, resume)
+    reset_peak(model.device)
     run = _Run(Stepper(model, heads, config), examples, held_out, config, out)
     run.stepper.evaluate(examples[:1])  # some quantizers repack their weights in the first forward
     before = run.stepper.base.checksum()
@@ -103,7 +107,7 @@ def train(
     if run.stepper.base.checksum() != before:
         raise TrainingError("the base changed while the heads were trained; don't use either, and report this")
     evaluation = run.finish(dtype)
-    return TrainResult(loss, evaluation, run.order.num_skipped, can_plot())
+    return TrainResult(loss, evaluation, run.order.num_skipped, can_plot(), peak_bytes(model.device))
 
 
 class _Run:
@@ -118,7 +122,7 @@ class _Run:
         self._evaluation: Evaluation | None = None  # of the weights as they are
         self._identity = RunIdentity(
             asdict(config),
-            asdict(replace(stepper.heads.config, tree=None)),
+            asdict(replace(stepper.heads.config, tree=None, chances=None)),
             fingerprint(examples, held_out),
             stepper.accelerator.num_processes,
         )
@@ -137,6 +141,7 @@ class _Run:
             num_tokens = sum(len(example.input_ids) for example in examples)
             line = {"step": step + 1, "loss": loss, "head_losses": head_losses, "lr": config.lr_at(step)}
             line |= {"tokens_per_s": num_tokens / (time.perf_counter() - start), "skipped": self.order.num_skipped}
+            line["peak_bytes"] = peak_bytes(stepper.base.device)
             if not math.isfinite(loss):
                 self._stop(step, loss, examples)
             line |= self._measure(step)
@@ -193,6 +198,6 @@ class _Run:
 def _copy(heads: DraftHeads, dtype: torch.dtype) -> DraftHeads:
     """The same heads in another dtype."""
     copied = type(heads)(heads.config, device="meta")
-    state = {name: tensor.detach().to(dtype) for name, tensor in heads.state_dict().items()}
+    state = {name: tensor.detach() for name, tensor in heads.state_dict().items()}
     copied.load_state_dict(state, assign=True)
-    return copied
+    return copied.to(dtype)

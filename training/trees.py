@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 
@@ -30,6 +30,11 @@ class TreeSizes:
 
     choices: list[Choice]
     taus: list[float]
+
+    @property
+    def chances(self) -> list[float]:
+        """How likely each of the choices is accepted."""
+        return [after - before for before, after in pairwise(self.taus)]
 
     def tau(self, num_nodes: int) -> float:
         """Return the tokens expected of a tree of that size, or of the largest one if it is smaller."""
@@ -100,7 +105,7 @@ def draft_seconds(heads: DraftHeads, lm_head: Callable[[Tensor], Tensor]) -> flo
 
     Args:
         heads: draft heads; Hydra's states follow one path of embeddings.
-        lm_head: the base's head, [R, H] to [R, V].
+        lm_head: the base's head, as for `DraftHeads.project`.
     """
     weight = next(heads.parameters())
     hidden = torch.zeros(1, heads.config.hidden_size, device=weight.device, dtype=weight.dtype)

@@ -18,6 +18,7 @@ def _block_kernel(
     temperature_ptr,
     seeds_ptr,
     positions_ptr,
+    token_ids_ptr,
     best_ptr,
     token_ptr,
     row_stride,
@@ -25,6 +26,7 @@ def _block_kernel(
     num_blocks,
     num_ranks,
     rows_per_sequence,
+    MAPPED: tl.constexpr,
     MIN_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -35,11 +37,13 @@ def _block_kernel(
         temperature_ptr,
         seeds_ptr,
         positions_ptr,
+        token_ids_ptr,
         row,
         first_token,
         row_stride,
         num_tokens,
         rows_per_sequence,
+        MAPPED,
         MIN_TEMPERATURE,
         BLOCK,
     )
@@ -54,7 +58,17 @@ def _block_kernel(
 
 
 @triton.jit
-def _row_kernel(best_ptr, token_ptr, out_ptr, num_candidates, num_ranks, num_tokens, CANDIDATES: tl.constexpr):
+def _row_kernel(
+    best_ptr,
+    token_ptr,
+    token_ids_ptr,
+    out_ptr,
+    num_candidates,
+    num_ranks,
+    num_tokens,
+    MAPPED: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, CANDIDATES)
     inside = index < num_candidates
@@ -62,7 +76,10 @@ def _row_kernel(best_ptr, token_ptr, out_ptr, num_candidates, num_ranks, num_tok
     for rank in range(num_ranks):
         _, where = tl.max(scores, 0, return_indices=True)
         token = tl.load(token_ptr + row * num_candidates + tl.minimum(where, num_candidates - 1)).to(tl.int64)
-        tl.store(out_ptr + row * num_ranks + rank, tl.minimum(token, num_tokens - 1))
+        token = tl.minimum(token, num_tokens - 1)
+        if MAPPED:
+            token = tl.load(token_ids_ptr + token)
+        tl.store(out_ptr + row * num_ranks + rank, token)
         scores = tl.where(index == where, float("-inf"), scores)
 
 
@@ -73,6 +90,7 @@ def rank(
     positions: Tensor,
     num_ranks: int,
     rows_per_sequence: int = 1,
+    token_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the k tokens of each row with the best logits / temperature + gumbel(seed, position, token), best first.
 
@@ -85,6 +103,7 @@ def rank(
         positions: [R] int64, output position that the row predicts, in [0, 2^32).
         num_ranks: k, from 1 to V.
         rows_per_sequence: rows that share a temperature and a seed; they stand behind each other.
+        token_ids: [V] int64, the token of each column, ascending; None if column i is token i.
 
     Returns:
         [R, k] int64 token ids. NaN counts as -inf; ranks behind the last finite score hold any ids.
@@ -92,7 +111,8 @@ def rank(
     Raises:
         ValueError: the sizes don't fit each other, or the rows of logits aren't contiguous.
     """
-    check_ranks(logits, temperature, seeds, positions, num_ranks, rows_per_sequence)
+    check_ranks(logits, temperature, seeds, positions, num_ranks, rows_per_sequence, token_ids)
+    mapped = token_ids is not None
     if logits.stride(1) != 1:
         raise ValueError(f"rows of logits must be contiguous, not of stride {logits.stride(1)}")
     num_rows, num_tokens = logits.shape
@@ -106,6 +126,7 @@ def rank(
         temperature.contiguous(),
         seeds.contiguous(),
         positions.contiguous(),
+        token_ids,
         best,
         token,
         logits.stride(0),
@@ -113,9 +134,10 @@ def rank(
         num_blocks,
         num_ranks,
         rows_per_sequence,
+        mapped,
         MIN_TEMPERATURE,
         _BLOCK,
     )
     width = triton.next_power_of_2(num_candidates)
-    _row_kernel[(num_rows,)](best, token, out, num_candidates, num_ranks, num_tokens, width)
+    _row_kernel[(num_rows,)](best, token, token_ids, out, num_candidates, num_ranks, num_tokens, mapped, width)
     return out

@@ -15,9 +15,24 @@ def _noise(seed, position, first_token, BLOCK: tl.constexpr):
     """[BLOCK] float32: the noise of `kernels.gumbel`, four ids to a Philox counter."""
     group = first_token // 4 + tl.arange(0, BLOCK // 4)
     a, b, c, d = tl.philox(seed, group, position.to(tl.uint32), 0, 0)
-    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # a0 b0 c0 d0 a1 …
+    return _gumbel(tl.interleave(tl.interleave(a, c), tl.interleave(b, d)))  # a0 b0 c0 d0 a1 …
+
+
+@triton.jit
+def _gumbel(words):
+    """-log(-log u) of u = (word + 0.5) / 2^32, as float32."""
     uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _noise_at(seed, position, token):
+    """The noise of any token ids [BLOCK]: each takes its word of its own counter."""
+    token = token.to(tl.int32)
+    a, b, c, d = tl.philox(seed, token // 4, position.to(tl.uint32), 0, 0)
+    word = token % 4
+    words = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
+    return _gumbel(words)
 
 
 @triton.jit
@@ -26,15 +41,20 @@ def scores_of(
     temperature_ptr,
     seeds_ptr,
     positions_ptr,
+    token_ids_ptr,
     row,
     first_token,
     row_stride,
     num_tokens,
     rows_per_sequence,
+    MAPPED: tl.constexpr,
     MIN_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[BLOCK] float32: what a row's choice falls on, from `first_token` on; -inf behind the last token."""
+    """[BLOCK] float32: what a row's choice falls on, from column `first_token` on; -inf behind the last one.
+
+    The columns are the tokens at `token_ids_ptr` if MAPPED, else column i is token i.
+    """
     token = first_token + tl.arange(0, BLOCK)
     scores = tl.load(logits_ptr + row * row_stride + token, mask=token < num_tokens, other=float("-inf"))
     scores = scores.to(tl.float32)
@@ -43,7 +63,10 @@ def scores_of(
         seed, position = tl.load(seeds_ptr + row // rows_per_sequence), tl.load(positions_ptr + row)
         # `/` is not correctly rounded on float32, and a last bit can turn a decision.
         scores = tl.div_rn(scores, tl.maximum(temperature, MIN_TEMPERATURE))
-        scores += _noise(seed, position, first_token, BLOCK)
+        if MAPPED:
+            scores += _noise_at(seed, position, tl.load(token_ids_ptr + token, mask=token < num_tokens, other=0))
+        else:
+            scores += _noise(seed, position, first_token, BLOCK)
     return scores
 
 
@@ -77,11 +100,13 @@ def _block_kernel(
         temperature_ptr,
         seeds_ptr,
         positions_ptr,
+        None,
         row,
         first_token,
         row_stride,
         num_real_tokens,
         rows_per_sequence,
+        False,
         MIN_TEMPERATURE,
         BLOCK,
     )

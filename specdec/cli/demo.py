@@ -96,6 +96,8 @@ def _race(
 
     ids = plain.encode_chat([{"role": "user", "content": prompt}])
     params = SamplingParams(max_new_tokens=max_new_tokens)
+    for llm in (plain, *drafted):
+        llm.engine.reset_prefix_cache()  # each computes the whole prompt, as Hugging Face does
     hf_tokens, hf_seconds = _timed(lambda: _hf_generate(plain, ids, max_new_tokens))
     answer, seconds = _timed(lambda: plain.generate(ids, params)[0])
     results = []
@@ -152,7 +154,9 @@ def _print_table(console: "Console", rows: list[Row]) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(title="tokens a second; × is spec against HF generate", title_justify="left", box=SIMPLE)
+    table = Table(
+        title="tokens a second; × is spec against HF generate", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
     for heading in ("prompt", "drafter"):
         table.add_column(heading, no_wrap=True, min_width=10)
     for heading in ("= HF", "HF", "plain", "spec", "×", "τ"):

@@ -25,7 +25,8 @@ def make_examples(loaded: "Loaded", options: Mapping[str, Any], max_len: int) ->
 
     Args:
         loaded: the base and its tokenizer.
-        options: the command's data, prompts, self_distill, num_prompts, answer_tokens, temperatures, seed, out.
+        options: the command's data, prompts, self_distill, num_prompts, answer_tokens, temperatures, openings,
+            seed, out.
         max_len: examples are cut here, in tokens.
 
     Raises:
@@ -75,6 +76,7 @@ def _own_answers(loaded: "Loaded", options: Mapping[str, Any], max_len: int) -> 
 
 def _prompts(llm: "LLM", options: Mapping[str, Any], at_once: int) -> "list[Messages]":
     """Those of a file, or the model's own, kept in the run's folder."""
+    from specdec.training.openings import OPENINGS
     from specdec.training.prompts import read_prompts, self_prompts, write_prompts
 
     if options["prompts"] != "self":
@@ -84,7 +86,8 @@ def _prompts(llm: "LLM", options: Mapping[str, Any], at_once: int) -> "list[Mess
         return read_prompts(kept)
     assert llm.tokenizer is not None
     ask, wanted = _ask(llm, PROMPT_TOKENS, (1.0,), options["seed"]), options["num_prompts"]
-    found = self_prompts(ask, llm.tokenizer, wanted, batch=min(at_once, max(8, wanted)))
+    openings = OPENINGS if options["openings"] else ()
+    found = self_prompts(ask, llm.tokenizer, wanted, openings=openings, batch=min(at_once, max(8, wanted)))
     write_prompts(kept, found)
     return found
 

@@ -68,6 +68,7 @@ def _facts(model: str, device: str, dtype: str, deterministic: bool) -> dict[str
         "threads": torch.get_num_threads(),
         "kernels": _kernels(place, kind, deterministic),
         "drafters": ", ".join(DRAFTERS),
+        "quantization": _quantization(),
         "shipped heads": ", ".join(sorted(path.name for path in FOLDER.glob("*/"))) or "none",
         "model": f"{model}: {describe(model)}",
         **_steps(place, kind),
@@ -85,6 +86,18 @@ def _kernels(device: "torch.device", dtype: "torch.dtype", deterministic: bool) 
         return f"{ops.name}: a token's bits {promise}"
     why = "a GPU" if device.type != "cuda" else f"one of {', '.join(map(_short, TRITON_DTYPES))}"
     return f"{ops.name}: a token's last bits may depend on its batch; Triton's kernels need {why}"
+
+
+def _quantization() -> str:
+    """Which ways to quantize weights are ready, what the others need, and what quantized weights cost."""
+    from specdec.hub.quantize import QUANTIZATIONS, is_installed
+
+    ready: dict[str, list[str]] = {}
+    for name, kind in QUANTIZATIONS.items():
+        how = f"by {kind.package}" if is_installed(kind.package) else f"after pip install {kind.package}"
+        ready.setdefault(how, []).append(f"{name} (on a GPU)" if kind.gpu_only else name)
+    kinds = "; ".join(f"{', '.join(names)} {how}" for how, names in ready.items())
+    return f"{kinds}; by these products a token's last bits may depend on its batch"
 
 
 def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
@@ -105,8 +118,8 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     return {
         "steps": "captured, where nothing below is eager" if able else "eager: captured steps need Triton's kernels",
         "captured": f"models {', '.join(FAMILIES)}; drafters {names(drafters, True)}; rule {names(rules, True)}",
-        "eager": f"other models; drafters {names(drafters, False)}; rule {names(rules, False)}; parameters "
-        + ", ".join(EAGER_PARAMETERS),
+        "eager": f"other models; quantized weights; drafters {names(drafters, False)}; rule {names(rules, False)}; "
+        f"parameters {', '.join(EAGER_PARAMETERS)}",
     }
 
 

@@ -1,9 +1,11 @@
 """Options that several commands share, and the objects that they describe."""
 
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from specdec.llm import LLM
@@ -12,15 +14,24 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 _LLM_OPTIONS = (
-    *("device", "dtype", "kv_cache_dtype", "kv_group_size", "kv_cache_memory", "gpu_memory_utilization"),
+    *(
+        "device",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "kv_group_size",
+        "kv_cache_memory",
+        "gpu_memory_utilization",
+    ),
     *("max_model_len", "max_num_seqs"),
 )
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def model_options(command: F) -> F:
-    """Add --model, --drafter, --device and --dtype."""
+    """Add --model, --drafter, --device, --dtype and --quantization."""
     for option in (
+        click.option("--quantization", help="Of the weights: int8, int8_dynamic, int4, fp8 or nf4."),
         click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU."),
         click.option("--device", default="auto", help="auto takes a GPU where there is one."),
         click.option(
@@ -84,6 +95,17 @@ def make_llm(options: dict[str, Any]) -> "LLM":
     return LLM(
         options["model"], options["drafter"], **{name: options[name] for name in _LLM_OPTIONS if name in options}
     )
+
+
+def given_command() -> str:
+    """Return the running command as it was given, such as "specdec train medusa --out=heads"."""
+    context = click.get_current_context()
+    words = ["specdec", *context.command_path.split()[1:]]
+    for param in context.command.params:
+        if param.name and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            value, flag = context.params[param.name], param.opts[-1]
+            words.append(flag if value is True else f"{flag}={value}")
+    return shlex.join(words)
 
 
 def report(stats: "SpeculationStats", seconds: float) -> str:

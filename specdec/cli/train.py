@@ -37,6 +37,11 @@ def train() -> None:
 @click.option("--prompts", help="A file of prompts, or `self`: the model writes them; it answers them itself.")
 @click.option("--self-distill", is_flag=True, help="The model answers the prompts of --data anew.")
 @click.option("--num-prompts", default=2000, help="How many prompts the model writes with `--prompts self`.")
+@click.option(
+    "--openings/--no-openings",
+    default=True,
+    help="Whether half of the prompts that the model writes begin as people's do: with a task, often on a text.",
+)
 @click.option("--answer-tokens", default=256, help="Most tokens of the model's own answers.")
 @click.option(
     "--temperature",
@@ -59,6 +64,7 @@ def train() -> None:
 )
 @click.option("--width", type=int, help="Inner size of MLPs, in hidden sizes.  [default: 2 for hydra, 4 for recurrent]")
 @click.option("--projection", type=click.Choice(["shared", "own"]), default="shared", help="The base's, or one a head.")
+@click.option("--draft-vocab", type=click.IntRange(min=1), help="Score the N most frequent answer tokens alone.")
 @click.option(
     "--base-precision",
     type=click.Choice(["auto", "fp32", "bf16", "int8", "nf4"]),
@@ -81,6 +87,7 @@ def train() -> None:
 @click.option(
     "--resume", is_flag=True, help="Go on from the last checkpoint in --out; from the start if none is there."
 )
+@click.option("--licence", help="Of the heads, for their card; by default the base's.")
 @click.option("--device", default="auto", help="auto takes a GPU where there is one.")
 @click.option("--dtype", default="auto", help="Of the heads at the end: auto is float32 on a CPU, bfloat16 on a GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
@@ -91,8 +98,8 @@ def medusa(**options: Any) -> None:
     Prompts that the model wrote, and its answers, are kept in --out and found there again by --resume.
 
     Of twenty prompts one, of all at most 64, are held out and measured on; the tree that suits the heads there is
-    stored with them, and `specdec tree` finds the one that is fastest on this device. Several processes: `accelerate launch
-    "$(which specdec)" train medusa …`.
+    stored with them, and `specdec tree` finds the one that is fastest on this device. Several processes:
+    `accelerate launch "$(which specdec)" train medusa …`.
     """
     from specdec.cli.examples import make_examples
     from specdec.errors import CheckpointError, ConfigError
@@ -120,20 +127,32 @@ def train_medusa(
         model: the base, on its device.
         examples: of which some are held out.
         config: how to train.
-        options: the command's out, kind, num_heads, num_layers, width, projection, resume, dtype, as_json.
+        options: the command's out, kind, num_heads, num_layers, width, projection, draft_vocab, resume, dtype, as_json,
+            and what the heads' card tells of: model, licence and where the data come from.
     """
     from accelerate import PartialState
 
     from specdec.llm import resolve_dtype
+    from specdec.training.card import add_facts
+    from specdec.training.checkpoint import writing
     from specdec.training.data import split
     from specdec.training.hidden import new_heads
     from specdec.training.trainer import train as run
+    from specdec.training.vocab import frequent_tokens
 
     dtype = resolve_dtype(options["dtype"], model.device)
     train_set, held_out = split(examples, min(MOST_HELD_OUT, max(1, len(examples) // 20)))
-    kind = options["kind"]
+    kind, count = options["kind"], options["draft_vocab"]
     num_layers = (0 if kind == "recurrent" else 1) if options["num_layers"] is None else options["num_layers"]
-    heads = new_heads(model, options["num_heads"], num_layers, options["projection"], kind, options["width"])
+    heads = new_heads(
+        model,
+        options["num_heads"],
+        num_layers,
+        options["projection"],
+        kind,
+        options["width"],
+        None if count is None else frequent_tokens(train_set, count, len(model.get_output_embeddings().weight)),
+    )
     with _progress(config.steps) as report:
         result = run(
             model,
@@ -148,6 +167,9 @@ def train_medusa(
         )
     if PartialState().is_main_process:
         taus = _store_tree(model, held_out, options["out"]) if held_out else {}
+        with writing(options["out"]):
+            facts = _card_facts(options, train_set, held_out, config, result)
+            add_facts(options["out"], heads.config, training=facts)
         _print_result(result, config.steps, options["out"], taus, options["as_json"])
 
 
@@ -157,7 +179,7 @@ def _store_tree(model: "PreTrainedModel", held_out: "list[Example]", out: Path) 
     from specdec.drafters.heads import load_heads, save_config
     from specdec.errors import ConfigError
     from specdec.training.accuracies import joint_ranks
-    from specdec.training.trainer import writing
+    from specdec.training.checkpoint import writing
     from specdec.training.trees import trees_from_ranks
 
     heads = load_heads(out).to(model.device, model.dtype).requires_grad_(False)
@@ -167,9 +189,49 @@ def _store_tree(model: "PreTrainedModel", held_out: "list[Example]", out: Path) 
         click.echo(f"no tree was stored: {error}", err=True)
         return {}
     sizes = trees_from_ranks(ranks, NUM_RANKS, MAX_NODES)
-    with writing(out):
-        save_config(replace(heads.config, tree=tuple(sizes.choices) or None), out)
+    if sizes.choices:
+        with writing(out):
+            save_config(replace(heads.config, tree=tuple(sizes.choices), chances=tuple(sizes.chances)), out)
     return {n: sizes.tau(n) for n in SIZES if n <= len(sizes.taus)}
+
+
+def _card_facts(
+    options: Mapping[str, Any],
+    train_set: "list[Example]",
+    held_out: "list[Example]",
+    config: "TrainConfig",
+    result: "TrainResult",
+) -> dict[str, Any]:
+    """What the heads' card says of their training."""
+    from specdec.cli.options import given_command
+    from specdec.hub.known import KNOWN_MODELS
+
+    known = KNOWN_MODELS.get(options["model"])
+    facts: dict[str, Any] = {
+        "base": known.title if known else Path(options["model"]).name,
+        "licence": options["licence"] or (known.licence if known else "that of the base"),
+        "command": given_command(),
+        "data": _recipe(options),
+        "examples": len(train_set),
+        "held_out": len(held_out),
+        "labels": sum(sum(example.answer) for example in train_set),
+        "peak_bytes": result.peak_bytes,
+    }
+    facts |= {name: getattr(config, name) for name in ("steps", "batch_tokens", "lr", "decay", "soft_labels", "seed")}
+    found = result.evaluation
+    return facts | ({} if found is None else {"top1": found.top(1), "top5": found.top(5)})
+
+
+def _recipe(options: Mapping[str, Any]) -> str:
+    """Where the examples come from, in words."""
+    file = options["data"] or options["prompts"]
+    if options["prompts"] is None and not options["self_distill"]:
+        return f"the answers in {Path(file).name}"
+    own = "prompts that the model wrote itself" + (", half of them from given openings" if options["openings"] else "")
+    prompts = own if file == "self" else f"the prompts of {Path(file).name}"
+    warmth = " and ".join(map(str, options["temperatures"]))
+    how = f"at temperature {warmth}, at most {options['answer_tokens']} tokens each"
+    return f"{prompts}, answered by the model itself {how}"
 
 
 def _config(options: Mapping[str, Any]) -> "TrainConfig":
@@ -195,26 +257,22 @@ def _load_base(options: Mapping[str, Any]) -> "Loaded":
 
 def _precision(name: str, device: "torch.device") -> "tuple[torch.dtype, Any]":
     """The dtype of the base, and how transformers shall quantize it; None for not at all."""
-    import importlib.util
-
     import torch
 
     from specdec.errors import ConfigError
+    from specdec.hub.quantize import is_installed, quantization_config
 
     if name == "auto":
         name = "fp32" if device.type == "cpu" else "bf16"
     if name in ("fp32", "bf16"):
         return (torch.float32 if name == "fp32" else torch.bfloat16), None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"base precision {name!r} needs bitsandbytes; `pip install bitsandbytes`, or use bf16")
+    if name == "nf4":
+        return torch.bfloat16, quantization_config("nf4", torch.bfloat16, device)
+    if not is_installed("bitsandbytes"):
+        raise ConfigError(f"base precision {name!r} needs bitsandbytes: pip install bitsandbytes; or use bf16")
     from transformers import BitsAndBytesConfig
 
-    if name == "int8":
-        return torch.bfloat16, BitsAndBytesConfig(load_in_8bit=True)
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    return torch.bfloat16, quantization
+    return torch.bfloat16, BitsAndBytesConfig(load_in_8bit=True)
 
 
 @contextmanager
@@ -247,12 +305,14 @@ def _print_result(result: "TrainResult", steps: int, out: Path, taus: Mapping[in
         measured = {"top1": found.top(1), "top5": found.top(5), "accuracies": found.accuracies} if found else {}
         loss = None if math.isnan(result.loss) else result.loss
         line = {"out": str(out), "steps": steps, "loss": loss, "skipped": result.num_skipped}
+        line |= {"peak_bytes": result.peak_bytes}
         click.echo(json.dumps(line | measured | {"expected_tau": taus, "plot": result.plotted}))
         return
     if found is not None:
         click.echo(_accuracies(found.top(1), found.top(5)))
     if taus:
         click.echo("expected τ by nodes of the tree " + ", ".join(f"{n}: {tau:.2f}" for n, tau in taus.items()))
+    click.echo(f"peak memory {result.peak_bytes / 1e9:.2f} GB")
     if result.num_skipped:
         click.echo(f"{result.num_skipped} batches had no answer token and were skipped")
     if not result.plotted:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specdec.drafters.protocol import DraftTarget
     from specdec.engine.cost import CostTable
     from specdec.hub.load import Loaded
-    from specdec.training.check import TauCheck
+    from specdec.training.check import Prompt, TauCheck
     from specdec.training.data import Example
     from specdec.training.trees import TreeSizes
 
@@ -82,9 +82,11 @@ def tree(as_json: bool, check: bool, **options: Any) -> None:
         nodes, rates = _choose(loaded, sizes, options["nodes"])
     choices = sizes.choices[: nodes - 1]
     if choices:
-        _store(loaded, choices, options["folder"])
+        _store(loaded, choices, sizes.chances[: nodes - 1], options["folder"])
     with console.status("answering the held-out prompts"):
         found = _check(loaded, choices, options["folder"], prompts) if prompts and choices else None
+    if found:
+        _add_to_card(loaded, choices, options["folder"], found, len(prompts))
     facts = source | {
         "nodes": nodes,
         "tree": choices,
@@ -108,9 +110,8 @@ def _check_usage(options: dict[str, Any], check: bool) -> None:
 
 
 def _load(options: dict[str, Any]) -> _Loaded:
-    from specdec.build import cost_key
-    from specdec.drafters.heads import WEIGHTS_FILE, base_fingerprint, load_heads
-    from specdec.drafters.protocol import DraftTarget
+    from specdec.build import cost_key, draft_target
+    from specdec.drafters.heads import WEIGHTS_FILE, load_heads
     from specdec.engine.cost import find_table, read_table
     from specdec.hub.load import load
     from specdec.llm import resolve_device, resolve_dtype
@@ -131,10 +132,7 @@ def _load(options: dict[str, Any]) -> _Loaded:
             f"{options['device_costs']} was measured for {table.model!r}, another model; "
             "run `specdec tune` for this one"
         )
-    packed = make_target(base.model, options["deterministic"])
-    target = DraftTarget(
-        packed.hidden_size, packed.vocab_size, packed.device, packed.dtype, packed.logits, base_fingerprint(base.model)
-    )
+    target = draft_target(base.model, make_target(base.model, options["deterministic"]))
     heads = load_heads(folder, target).requires_grad_(False)
     table = find_table(key) if table is None else table
     return _Loaded(base, target, heads, table, options["deterministic"])
@@ -157,17 +155,17 @@ def _measure(
     from specdec.training.trees import trees_from_accuracies, trees_from_ranks
 
     if given is None:
-        num_ranks = min(NUM_RANKS, loaded.target.vocab_size)
+        num_ranks = min(NUM_RANKS, loaded.heads.config.num_columns)
         ranks = joint_ranks(loaded.base.model, loaded.heads, examples, num_ranks).ranks
         return trees_from_ranks(ranks, num_ranks, MAX_NODES), {
             "positions": len(ranks),
             "accuracies": accuracies_of(ranks, num_ranks),
         }
-    num_heads, vocab_size = loaded.heads.config.num_heads, loaded.target.vocab_size
-    if len(given) != num_heads or max(map(len, given)) > vocab_size:
+    num_heads, num_tokens = loaded.heads.config.num_heads, loaded.heads.config.num_columns
+    if len(given) != num_heads or max(map(len, given)) > num_tokens:
         raise ConfigError(
             f"the accuracies are of {len(given)} heads and up to {max(map(len, given))} ranks; these are {num_heads} "
-            f"heads over {vocab_size} tokens"
+            f"heads over {num_tokens} tokens"
         )
     return trees_from_accuracies(given, MAX_NODES), {"positions": None, "accuracies": given}
 
@@ -180,7 +178,7 @@ def _choose(loaded: _Loaded, sizes: "TreeSizes", nodes: int | None) -> tuple[int
     if table is None:
         default = 16 if loaded.target.device.type == "cpu" else MAX_NODES
         return min(nodes or default, len(sizes.taus)), {}
-    drafting = draft_seconds(loaded.heads, loaded.target.lm_head)
+    drafting = draft_seconds(loaded.heads, loaded.target.head_for(loaded.heads.token_ids))
 
     def seconds(n: int) -> float:
         return table.seconds(1, n, CONTEXT) + (drafting if n > 1 else 0.0)
@@ -190,16 +188,16 @@ def _choose(loaded: _Loaded, sizes: "TreeSizes", nodes: int | None) -> tuple[int
     return best, {n: sizes.tau(n) / seconds(n) for n in sorted({*SIZES, best}) if n <= most}
 
 
-def _store(loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path) -> None:
+def _store(loaded: _Loaded, choices: list[tuple[int, ...]], chances: list[float], folder: Path) -> None:
     from specdec.drafters.heads import save_config
 
     try:
-        save_config(replace(loaded.heads.config, tree=tuple(choices)), folder)
+        save_config(replace(loaded.heads.config, tree=tuple(choices), chances=tuple(chances)), folder)
     except OSError as error:
         raise ConfigError(f"can't write the tree to {folder}: {error}; nothing was changed") from error
 
 
-def _check(loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path, prompts: list[list[int]]) -> "TauCheck":
+def _check(loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path, prompts: "list[Prompt]") -> "TauCheck":
     """Compare predicted and measured τ, with the engine as anyone gets it who names the folder."""
     from specdec.llm import LLM
     from specdec.params import SamplingParams
@@ -214,6 +212,18 @@ def _check(loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path, prompt
     )
     params = SamplingParams(max_new_tokens=CHECK_TOKENS)
     return check_tau(lambda ids: llm.generate(ids, params), loaded.base.model, loaded.heads, choices, prompts)
+
+
+def _add_to_card(
+    loaded: _Loaded, choices: list[tuple[int, ...]], folder: Path, found: "TauCheck", num_prompts: int
+) -> None:
+    from specdec.training.card import add_facts
+
+    facts = {"nodes": 1 + len(choices), "prompts": num_prompts} | asdict(found)
+    try:
+        add_facts(folder, loaded.heads.config, tau=facts)
+    except OSError as error:
+        raise ConfigError(f"can't write the model card to {folder}: {error}; the tree is stored") from error
 
 
 def _print(console: "Console", facts: dict[str, Any], found: "TauCheck | None") -> None:
@@ -245,3 +255,5 @@ def _print(console: "Console", facts: dict[str, Any], found: "TauCheck | None") 
             f"τ predicted {found.predicted:.3f}, measured {found.measured:.3f} ({found.difference:+.1%}) over "
             f"{found.num_tokens} tokens; mean over all positions {found.expected:.3f}"
         )
+        if found.by_category:
+            click.echo("measured by category: " + ", ".join(f"{c} {tau:.2f}" for c, tau in found.by_category.items()))

@@ -12,6 +12,8 @@ def why_no_graph(model: PackedModel, drafter: Drafter, rule: AcceptanceRule) -> 
     """Return why the steps of an engine can't be captured, or None if they can."""
     if not isinstance(model, Decoder):
         return "the model runs by its own forward"
+    if model.quantized_by is not None:
+        return f"quantized weights run by {model.quantized_by}'s own products"
     if not model.ops.name.startswith("triton"):
         return f"the model runs by {model.ops.name} ops, not by Triton kernels"
     if not isinstance(drafter, DraftsOnDevice):

@@ -36,6 +36,7 @@ class EngineConfig:
         kv_group_size: values along head_dim that share a scale: 8, 16, 32, 64 or 128 in int8, 32, 64 or 128 in int4; by
             default the largest up to 64 that fits.
         cuda_graphs: on a GPU capture decode steps, where everything that they need can be captured.
+        enable_prefix_caching: requests that begin with the same tokens share keys and values, also after one has ended.
 
     Raises:
         ConfigError: a value is out of bounds; the message names it.
@@ -53,6 +54,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     kv_cache_dtype: str = "auto"
     kv_group_size: int | None = None
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):
@@ -61,7 +63,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-        for name in ("deterministic", "cuda_graphs"):
+        for name in ("deterministic", "cuda_graphs", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._check_memory()

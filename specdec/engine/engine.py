@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
+from specdec.cache.prefix import PrefixIndex
 from specdec.drafters.protocol import Drafter, DraftQuery, DraftsOnDevice, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
@@ -60,10 +61,11 @@ class Engine:
         layout = model.kv_layout.stored_as(config.kv_cache_dtype, config.kv_group_size)
         own = drafter.kv_layouts if isinstance(drafter, UsesCache) else ()
         self.limits = resolve_limits(config, [layout, *(x.like(layout) for x in own)], model.max_len, model.device)
-        self.pool = BlockPool(self.limits.num_blocks)
+        index = PrefixIndex(config.block_size) if config.enable_prefix_caching else None
+        self.pool = BlockPool(self.limits.num_blocks, index)
         self.pages = KVPages(layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
-            drafter.attach(self.pages)
+            drafter.attach(self.pages, self.pool)
         self.node_budget = NodeBudget(cost_table, config.max_nodes)
         self.scheduler = Scheduler(config, self.pool, self.node_budget)
         self.num_steps = 0
@@ -88,7 +90,6 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
-        twin: Request | None = None,
         stopping: Stopping | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
@@ -98,7 +99,6 @@ class Engine:
         Args:
             prompt_token_ids: the prompt.
             params: what is asked for.
-            twin: an earlier request with the same prompt, whose full blocks of it the new one shares.
             stopping: called after each token with the request; says whether it ends there, besides the params' stops.
             keep_scores: collect in `Request.scores` the processed scores that each token was chosen by.
             keep_logits: collect in `Request.logits` the target's raw logits behind each token.
@@ -114,7 +114,7 @@ class Engine:
             params = params.with_seed(self._seeds.randint(0, MAX_SEED))
         room = self.limits.max_model_len - len(prompt)
         stop = StopChecker(params, self._eos, self._tokenizer, prompt, limit=room)
-        request = Request(next(self._ids), len(prompt), params, stop, prompt, twin=twin)
+        request = Request(next(self._ids), len(prompt), params, stop, prompt)
         request.stopping, request.keep_scores, request.keep_logits = stopping, keep_scores, keep_logits
         self.scheduler.waiting.append(request)
         return request
@@ -158,6 +158,10 @@ class Engine:
             if item.request.finish_reason is not None:
                 self._retire(item.request)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of requests that have ended: to be called after the weights were changed."""
+        self.pool.forget_cached()
+
     def check_integrity(self) -> None:
         """Check that no block is lost or held twice.
 
@@ -193,6 +197,7 @@ class Engine:
             request = outcome.request
             deliver_captured(request, outcome.tokens, outcome.leaf_reached, outcome.num_nodes, self.drafter.name)
             request.num_computed += len(outcome.tokens)
+            self.scheduler.remember(request)
             self.node_budget.observe(request, outcome.max_nodes, padded=True)
             if request.finish_reason is not None:
                 self._retire(request)

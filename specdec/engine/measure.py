@@ -186,6 +186,7 @@ class EngineStep:
             max_num_seqs=num_seqs,
             max_num_batched_tokens=2 * MAX_NODES * num_seqs,
             cuda_graphs=False,
+            enable_prefix_caching=False,
         )
         self._chains = _RandomChains(model.vocab_size)
         self._engine = Engine(model, self._chains, CoupledRule(), config, seed=0)

@@ -29,7 +29,6 @@ class Request:
         stop: decides where the answer ends.
         tokens: prompt and output; the last one is the next root.
         block_table: the blocks that hold its keys and values.
-        twin: an earlier request with the same prompt, whose blocks of it this one takes over.
         num_computed: leading tokens whose keys and values are committed; always fewer than the tokens.
         proposers: for each output token, who proposed it.
         logprobs: for each output token, if asked for.
@@ -48,7 +47,6 @@ class Request:
     stop: StopChecker
     tokens: list[int]
     block_table: list[int] = field(default_factory=list)
-    twin: "Request | None" = None
     num_computed: int = 0
     proposers: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

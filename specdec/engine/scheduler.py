@@ -64,23 +64,16 @@ class Scheduler:
         for request in sorted(self.running, key=lambda r: r.num_pending > 1):  # decoding first; the sort is stable
             if budget and request not in plan.preempted:
                 budget -= self._add(plan, request, budget, max_nodes)
-        while budget and not plan.preempted and self.can_admit():
-            request = self.waiting[0]
-            shared = self._shared_prompt(request)
-            self.running.append(self.waiting.popleft())
-            self.pool.share(shared)
-            request.block_table += shared
-            request.num_computed = len(shared) * self.config.block_size
+        while budget and not plan.preempted and (found := self._admissible()) is not None:
+            request = self.waiting.popleft()
+            self.running.append(request)
+            self._reuse(request, found)
             budget -= self._add(plan, request, budget, max_nodes)
         return plan
 
     def can_admit(self) -> bool:
         """Whether the first of the waiting requests can start now."""
-        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
-            return False
-        request = self.waiting[0]
-        missing = self._blocks_missing(request, len(request.tokens)) - len(self._shared_prompt(request))
-        return missing <= self.pool.num_free and not self._waits_for_twin(request)
+        return self._admissible() is not None
 
     def reserve_ahead(self, num_slots: int, spare: int) -> bool:
         """Reserve slots behind the known tokens of all running requests, for steps that aren't planned one by one.
@@ -109,8 +102,14 @@ class Scheduler:
             self.waiting.remove(request)
         self._free_blocks(request)
 
+    def remember(self, request: Request) -> None:
+        """Let a request's full blocks of committed tokens be found by others."""
+        num_tokens = min(request.num_computed, len(request.tokens))  # what was accepted behind a stop isn't delivered
+        self.pool.remember(request.block_table, request.tokens, num_tokens, request.params.cache_salt)
+
     def trim(self, request: Request) -> None:
         """Free the blocks behind the committed tokens: slots of rejected nodes."""
+        self.remember(request)
         keep = -(-request.num_computed // self.config.block_size)
         self.pool.release(request.block_table[keep:])
         del request.block_table[keep:]
@@ -152,20 +151,41 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def _waits_for_twin(self, request: Request) -> bool:
-        """Whether a request's twin is about to compute the prompt that both have."""
-        twin = request.twin
-        return twin is not None and twin in self.running and twin.num_computed < request.prompt_len - 1
+    def _admissible(self) -> list[int] | None:
+        """The blocks that the first of the waiting requests would begin with; None if it can't start now."""
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return None
+        request = self.waiting[0]
+        found = self.pool.find(request.tokens, request.params.cache_salt)
+        missing = self._blocks_missing(request, len(request.tokens)) - len(found)
+        return found if self.pool.has_room(found, missing) and not self._comes_soon(request, len(found)) else None
 
-    def _shared_prompt(self, request: Request) -> list[int]:
-        """The twin's blocks that hold nothing but the common prompt, the root left out."""
-        if request.twin is None or request.twin not in self.running:
-            return []
-        return request.twin.block_table[: (request.prompt_len - 1) // self.config.block_size]
+    def _comes_soon(self, request: Request, num_found: int) -> bool:
+        """Whether a running request is about to compute the block that would be the next to find."""
+        size = self.config.block_size
+        end = (num_found + 1) * size
+        if not self.config.enable_prefix_caching or end >= len(request.tokens):
+            return False
+        return any(
+            other.num_computed < end <= len(other.tokens)
+            and other.params.cache_salt == request.params.cache_salt
+            and other.tokens[:end] == request.tokens[:end]
+            for other in self.running
+            if other.num_pending > 1
+        )
+
+    def _reuse(self, request: Request, found: list[int]) -> None:
+        """Begin a request with blocks that hold its first tokens already."""
+        self.pool.take(found, len(request.tokens))
+        request.block_table += found
+        request.num_computed = len(found) * self.config.block_size
+        if not request.num_output:
+            request.stats.num_cached_tokens = request.num_computed
 
     def _blocks_missing(self, request: Request, num_slots: int) -> int:
         return max(0, -(-num_slots // self.config.block_size) - len(request.block_table))
 
     def _free_blocks(self, request: Request) -> None:
+        self.remember(request)
         self.pool.release(request.block_table)
         request.block_table.clear()

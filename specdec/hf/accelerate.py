@@ -131,6 +131,7 @@ class Accelerated:
 
     def _run(self, engine: Engine, call: Call) -> list[Request]:
         """Run the rows to their ends; blocks are free again whatever happens."""
+        engine.reset_prefix_cache()  # the weights may have been updated in place since the last call
         requests: list[Request] = []
         try:
             self._add(engine, call, requests)

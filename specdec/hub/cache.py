@@ -1,7 +1,9 @@
-"""The user's cache directory, and files that are written whole or not at all."""
+"""The user's cache directory, and files and folders that are written whole or not at all."""
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -27,8 +29,42 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        _flush(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give a folder to fill beside a folder's place, then flush it to the disk and move it there in one step.
+
+    A failure leaves nothing; a kill leaves `.NAME.PID.tmp` at most.
+
+    Args:
+        path: where it belongs; nothing, or an empty folder, is there.
+    """
+    path = path.absolute()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        flush_folder(temporary)
+        os.replace(temporary, path)
+        _flush(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the files of a folder, and the folder itself, to the disk."""
+    for path in (*sorted(folder.iterdir()), folder):
+        _flush(path)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

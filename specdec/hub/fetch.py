@@ -14,7 +14,7 @@ from typing import Any
 from specdec import __version__
 from specdec.errors import DownloadError
 from specdec.hub import convert, download
-from specdec.hub.cache import cache_root
+from specdec.hub.cache import cache_root, flush_folder
 from specdec.hub.known import KnownModel, find_known
 from specdec.hub.progress import Steps
 
@@ -115,11 +115,8 @@ def _sweep(parent: Path) -> None:
 
 def _seal(made: Path, model: KnownModel) -> None:
     """Flush all files to disk, then write the marker that makes the folder complete."""
-    sizes = {}
-    for file in sorted(made.iterdir()):
-        sizes[file.name] = file.stat().st_size
-        with file.open("rb+") as handle:
-            os.fsync(handle.fileno())
+    flush_folder(made)
+    sizes = {file.name: file.stat().st_size for file in sorted(made.iterdir())}
     marker: dict[str, Any] = {
         "model": model.title,
         "licence": model.licence,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from specdec.errors import CheckpointError, ModelNotFound, SpecdecError, UnsupportedModel
+from specdec.errors import CheckpointError, ConfigError, ModelNotFound, SpecdecError, UnsupportedModel
 from specdec.hub import checks, fetch
 from specdec.hub.checks import Source
 from specdec.hub.known import KNOWN_MODELS
@@ -60,7 +60,8 @@ def load(
         dtype: of the weights, e.g. `torch.bfloat16`; "auto" takes the checkpoint's own.
         device: where the weights go.
         tokenizer: an object, folder or hub id to use in place of the checkpoint's own tokenizer.
-        quantization: a transformers quantization config, to quantize the weights of a checkpoint as they are read.
+        quantization: a transformers quantization config, to quantize the weights of a checkpoint as they are read;
+            `specdec.hub.quantize` makes some by name.
 
     Returns:
         The model in evaluation mode, without gradients, its tokenizer and its name.
@@ -69,10 +70,13 @@ def load(
         ModelNotFound: neither a known name, a folder, nor a hub id that can be reached.
         DownloadError: a known model could not be fetched.
         CheckpointError: pickled, torn, incomplete or ill-fitting weights, a broken config or tokenizer.
+        ConfigError: a model in memory is to be quantized.
         UnsupportedModel: a checkpoint of no decoder-only language model, or one that needs its own code; an object
-            that is no transformers model.
+            that is no transformers model; weights that can't be quantized as asked.
     """
     if not isinstance(model, (str, os.PathLike)):
+        if quantization is not None:
+            raise ConfigError("a model in memory can't be quantized; give its folder, or load it quantized")
         return Loaded(_in_memory(model, dtype, device), _given_tokenizer(tokenizer), _name_in_memory(model))
     source, name = _resolve(model)
     with quiet() if isinstance(source, Path) else nullcontext():  # a hub's downloads show their bars
@@ -169,6 +173,10 @@ def _open_weights(
         raise CheckpointError(f"the weights of {source} can't be read: {_short(error)}") from error
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{source} can't be built from its config: {error!r}") from error
+    except RuntimeError as error:
+        if quantization is None or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UnsupportedModel(f"{source} can't be quantized so in {dtype} on {device}: {_short(error)}") from error
     except ImportError as error:
         raise UnsupportedModel(f"{source} needs a package that is not installed: {_short(error)}") from error
     bad = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
@@ -208,6 +216,10 @@ def _in_memory(model: "PreTrainedModel", dtype: DType, device: torch.device | st
 
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(f"{type(model).__name__} is no transformers model; merge an adapter into its base first")
+    there, wanted = model.device, torch.device(device)
+    if getattr(model, "hf_quantizer", None) is not None and dtype in ("auto", model.dtype):
+        if there.type == wanted.type and wanted.index in (None, there.index):
+            return model.eval()  # some quantized models refuse to be moved, even to where they are
     if dtype != "auto":
         model = model.to(dtype=dtype)
     return model.to(device).eval()

@@ -10,7 +10,8 @@ from specdec.cache.pages import KVLayout, KVPages
 from specdec.kernels.ops import Ops, choose_ops
 from specdec.models.batch import Batch
 from specdec.models.rope import Rotary
-from specdec.models.weights import DecoderWeights, LayerWeights, share_weights
+from specdec.models.support import quantized_by
+from specdec.models.weights import DecoderWeights, LayerWeights, Projection, share_weights
 
 
 class Decoder:
@@ -27,6 +28,7 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, ops: Ops | None = None) -> None:
         self.weights: DecoderWeights = share_weights(model)
+        self.quantized_by = quantized_by(model)
         config = model.config
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.weights.head.shape[0]
@@ -66,8 +68,7 @@ class Decoder:
             if layer.post_attn_norm is not None:
                 x = ops.rmsnorm(x, layer.post_attn_norm, w.eps)
             x, residual = ops.add_rmsnorm(x, residual, layer.mlp_norm, w.eps)
-            x = ops.gated_linear(x, layer.gate_up, layer.gate_up_bias, w.activation)
-            x = ops.linear(x, layer.down, layer.down_bias)
+            x = self._project(self._gated(x, layer), layer.down, layer.down_bias)
             if layer.post_mlp_norm is not None:
                 x = ops.rmsnorm(x, layer.post_mlp_norm, w.eps)
             next_norm = w.layers[i + 1].attn_norm if i + 1 < len(w.layers) else w.norm
@@ -97,7 +98,7 @@ class Decoder:
         pages: KVPages,
     ) -> torch.Tensor:
         w, ops = self.weights, self.ops
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, w.head_dim)  # [N, heads + 2 kv heads, D]
+        qkv = self._project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, w.head_dim)  # [N, heads + 2 kv heads, D]
         if layer.qk_norm is not None:
             qk = qkv[:, : w.num_heads + w.num_kv_heads]
             qk.copy_(ops.rmsnorm(qk, layer.qk_norm, w.eps))
@@ -111,7 +112,20 @@ class Decoder:
             window=layer.window,
             softcap=w.score_softcap,
         )
-        return ops.linear(o.flatten(1), layer.o, layer.o_bias)
+        return self._project(o.flatten(1), layer.o, layer.o_bias)
+
+    def _project(self, x: torch.Tensor, weight: Projection, bias: torch.Tensor | None) -> torch.Tensor:
+        """[N, in] → [N, out], by a matrix or by quantized modules."""
+        if isinstance(weight, torch.Tensor):
+            return self.ops.linear(x, weight, bias)
+        return torch.cat([module(x) for module in weight], dim=-1)
+
+    def _gated(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        """activation(gate) · up: [N, hidden_size] → [N, I]."""
+        activation = self.weights.activation
+        if isinstance(layer.gate_up, torch.Tensor):
+            return self.ops.gated_linear(x, layer.gate_up, layer.gate_up_bias, activation)
+        return self.ops.act_mul(self._project(x, layer.gate_up, None), activation)
 
 
 def _max_len(max_position_embeddings: int, rotary: tuple[Rotary, ...]) -> int:

@@ -20,12 +20,25 @@ def check_model(model: PreTrainedModel, family: Family) -> None:
 
     Raises:
         UnsupportedModel: the config sets something that would change the result, the model has parameters that the
-            decoder wouldn't read, or its projections aren't plain matrices.
+            decoder wouldn't read, or its projections are neither plain matrices nor quantized by transformers.
     """
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{type(model).__name__} has no language-modelling head; load the causal LM")
     _check_config(model.config, family)
     _check_modules(model, family)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is a matrix and maybe a bias, and nothing else: not quantized, sharded or parametrized."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
+
+
+def quantized_by(model: PreTrainedModel) -> str | None:
+    """Return the method by which transformers quantized a model's weights, e.g. "torchao"; None if it didn't."""
+    if getattr(model, "hf_quantizer", None) is None:
+        return None
+    method = model.config.quantization_config.quant_method
+    return str(getattr(method, "value", method))
 
 
 def layer_types(config: Any, family: Family) -> list[str]:
@@ -80,10 +93,9 @@ def _check_modules(model: PreTrainedModel, family: Family) -> None:
         owner = name.rpartition(".")[0]
         if re.sub(r"^model\.layers\.\d+\.", "model.layers.*.", owner) not in known:
             raise UnsupportedModel(f"the parameter {name} is not a {model.config.model_type} model's; unload adapters")
-    for layer in model.model.layers:
-        for name in projections:
-            module = layer.get_submodule(name)
-            kinds = type(module), type(module.weight)
-            if kinds != (nn.Linear, nn.Parameter):  # quantized, sharded or parametrized
-                found = " of ".join(kind.__name__ for kind in kinds)
-                raise UnsupportedModel(f"{name} is a {found}, not a plain Linear of Parameter; it is not supported")
+    read = [(name, layer.get_submodule(name)) for layer in model.model.layers for name in projections]
+    matrices = [] if quantized_by(model) else read
+    for name, module in [*matrices, ("lm_head", model.get_output_embeddings())]:
+        if not is_plain(module):
+            found = f"{type(module).__name__} of {type(getattr(module, 'weight', None)).__name__}"
+            raise UnsupportedModel(f"{name} is a {found}, not a plain Linear of Parameter; it is not supported")

@@ -11,12 +11,15 @@ from transformers import PreTrainedModel
 from specdec.errors import UnsupportedModel
 from specdec.models.families import Family, family_of
 from specdec.models.rope import Rotary, read_rotary
-from specdec.models.support import SLIDING, check_model, layer_types
+from specdec.models.support import SLIDING, check_model, is_plain, layer_types
+
+Projection = torch.Tensor | tuple[nn.Module, ...]
+"""A matrix, or quantized modules that are called as they are and whose outputs stand side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Matrices are [out, in]; H is the hidden size, I the MLP's.
+    """One layer. Projections are [out, in]; H is the hidden size, I the MLP's.
 
     Args:
         attn_norm, mlp_norm: [H], before attention and MLP.
@@ -26,7 +29,7 @@ class LayerWeights:
         o: [H, heads · D].
         gate_up: [2 I, H].
         down: [H, I].
-        qkv_bias, o_bias, gate_up_bias, down_bias: [out] or None.
+        qkv_bias, o_bias, gate_up_bias, down_bias: [out] or None; quantized modules add their own.
         window: a row at position p sees keys at positions above p − window; None for all.
         rotary: index in `DecoderWeights.rotary`.
     """
@@ -36,10 +39,10 @@ class LayerWeights:
     post_attn_norm: torch.Tensor | None
     post_mlp_norm: torch.Tensor | None
     qk_norm: torch.Tensor | None
-    qkv: torch.Tensor
-    o: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    qkv: Projection
+    o: Projection
+    gate_up: Projection
+    down: Projection
     qkv_bias: torch.Tensor | None
     o_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
@@ -85,7 +88,7 @@ class DecoderWeights:
 
 
 def share_weights(model: PreTrainedModel) -> DecoderWeights:
-    """Merge the model's projections in place and return everything as tensors on the same storage.
+    """Merge the model's projections in place, but for quantized ones, and return everything on the same storage.
 
     Only norms of queries and keys, and norms that scale by 1 + w (in fp32 at least), are copies.
 
@@ -172,8 +175,13 @@ def _qk_norm(attn: Any, family: Family, config: Any) -> torch.Tensor:
     return torch.cat([q, k])
 
 
-def _merge(*modules: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Stack the modules' weights and biases; each module's parameter becomes a view of the stack."""
+def _merge(*modules: nn.Linear) -> tuple[Projection, torch.Tensor | None]:
+    """Stack the modules' weights and biases; each module's parameter becomes a view of the stack.
+
+    Modules of which one is quantized are left alone.
+    """
+    if not all(map(is_plain, modules)):
+        return modules, None
     weight = _stack([m.weight for m in modules])
     biases: list[torch.Tensor] = [m.bias for m in modules if m.bias is not None]
     assert len(biases) in (0, len(modules)), "a family with biases on some of its merged projections"
