@@ -1,6 +1,7 @@
 """Engines over tiny models, and what the tests compare."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -26,10 +27,10 @@ def make_engine(
     eos_token_ids: Sequence[int] = (),
     num_real_tokens: int | None = None,
     cost_table: CostTable | None = None,
-    **config: int,
+    **config: Any,
 ) -> Engine:
     """An engine over a tiny model, or over one made ready already, with a pool as large as the tests need."""
-    sizes = {"num_blocks": 64, "max_model_len": 256} | config
+    sizes: dict[str, Any] = {"num_blocks": 64, "max_model_len": 256} | config
     return Engine(
         make_target(model) if isinstance(model, PreTrainedModel) else model,
         drafter or NoDrafter(),

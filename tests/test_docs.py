@@ -45,6 +45,14 @@ def test_the_table_in_the_readme_is_the_committed_result() -> None:
     assert demo_table() in (ROOT / "README.md").read_text()
 
 
+def test_the_readme_shows_the_committed_cache_quality() -> None:
+    (model,) = json.loads((ROOT / "benchmarks/results/cache_quality.json").read_text())["models"][:1]
+    change = {(row["kv_cache_dtype"], row["group"]): row["change_percent"] for row in model["rows"]}
+    by_default = [f"{change[name, 64]:+.2f}% with {name}" for name in ("int8", "fp8", "int4")]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{model['tokens']:,} tokens" in text and f"{by_default[0]}, {by_default[1]} and {by_default[2]}" in text
+
+
 def throughput_row(model: str, file: str) -> str:
     """The README's line of a model's speeds on a GPU."""
     rows = json.loads((ROOT / "benchmarks/results" / file).read_text())["rows"]

@@ -110,6 +110,7 @@ def test_it_catches_up_after_rejections(tiny: PreTrainedModel, plain: list[list[
 
         def __init__(self) -> None:
             self.model, self.random, self.steps, self.log = perfect(tiny, (1, 1, 1)), RandomDrafter(), 0, []
+            self.kv_layouts = self.model.kv_layouts
 
         def attach(self, pages, pool):  # type: ignore[no-untyped-def]
             self.model.attach(pages, pool)

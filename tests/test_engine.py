@@ -248,15 +248,15 @@ def test_absurd_sizes_are_refused_by_name(bad: dict[str, int]) -> None:
 
 def test_limits_follow_the_model_and_the_pool() -> None:
     layout = KVLayout(2, 2, 8, torch.float64)
-    auto = resolve_limits(EngineConfig(), layout, 100)
+    auto = resolve_limits(EngineConfig(), [layout], 100)
     assert auto.max_model_len == 100 and auto.num_blocks * 16 * layout.bytes_per_token <= 1 << 30
-    big = resolve_limits(EngineConfig(), KVLayout(80, 64, 128, torch.float64), 8192)
+    big = resolve_limits(EngineConfig(), [KVLayout(80, 64, 128, torch.float64)], 8192)
     assert big.num_blocks == 512  # never less than one whole request
-    assert resolve_limits(EngineConfig(num_blocks=3), layout, 100).max_model_len == 48
+    assert resolve_limits(EngineConfig(num_blocks=3), [layout], 100).max_model_len == 48
     with pytest.raises(ConfigError, match="max_model_len 101 is beyond the model's 100"):
-        resolve_limits(EngineConfig(max_model_len=101), layout, 100)
+        resolve_limits(EngineConfig(max_model_len=101), [layout], 100)
     with pytest.raises(ConfigError, match="give at least 7 blocks"):
-        resolve_limits(EngineConfig(max_model_len=100, num_blocks=3), layout, 100)
+        resolve_limits(EngineConfig(max_model_len=100, num_blocks=3), [layout], 100)
 
 
 def test_abort_frees_at_once_and_twice_is_harmless(tiny: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ Without a GPU nothing is captured: the same step runs in Triton's interpreter, o
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from specdec.engine.graphs import ADMIT_EVERY, Outcome
 from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
 from specdec.engine.request import Request
 from specdec.errors import SpecdecError
+from specdec.kernels.formats import FORMATS
 from specdec.kernels.ops import triton_ops
 from specdec.models.decoder import Decoder
 from specdec.models.load import make_target
@@ -75,7 +77,7 @@ class BushDrafter:
     def forget(self, request_ids: Collection[int]) -> None: ...
 
 
-def graph_engine(drafter: object = None, model: PreTrainedModel | None = None, **config: int) -> Engine:
+def graph_engine(drafter: object = None, model: PreTrainedModel | None = None, **config: Any) -> Engine:
     model = model or tiny_llama(**SIZE).to(DEVICE)
     engine = make_engine(Decoder(model, triton_ops()), drafter or NoDrafter(), **config)  # type: ignore[arg-type]
     assert engine.graphs is not None
@@ -114,6 +116,18 @@ def test_a_request_may_limit_its_own_drafts() -> None:
     assert requests[0].stats.num_draft_tokens == 0 and requests[0].stats.mean_acceptance_length == 1
     drafted = [r.stats.num_draft_tokens / max(1, r.stats.num_drafts) for r in requests]
     assert 0 < drafted[1] <= 2 < drafted[2] <= 3
+
+
+@pytest.mark.parametrize("name", FORMATS if ON_GPU else ["int4"])
+def test_quantized_pages_change_with_no_tree(name: str) -> None:
+    """Accepted nodes move with their scales, inside the captured step."""
+    params = [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=6, seed=1, temperature=1.1)]
+    model = tiny_llama(**(SIZE | {"head_dim": 32})).to(DEVICE)
+    want = outputs(run(graph_engine(model=model, kv_cache_dtype=name), PROMPTS[:2], params))
+    engine = graph_engine(BushDrafter(successors(want)), model, max_nodes=4, kv_cache_dtype=name)
+    requests = run(engine, PROMPTS[:2], params)
+    assert outputs(requests) == want
+    assert max(r.stats.mean_acceptance_length for r in requests) > 1.2, "no draft was right: nothing was tested"
 
 
 @pytest.mark.parametrize("random_heads", [random_medusa, random_hydra, random_recurrent])

@@ -61,10 +61,12 @@ class Engine:
         cost_table: CostTable | None = None,
     ) -> None:
         self.model, self.drafter, self.rule, self.config = model, drafter, rule, config
-        self.limits = resolve_limits(config, model.kv_layout, model.max_len)
+        layout = model.kv_layout.stored_as(config.kv_cache_dtype, config.kv_group_size)
+        own = drafter.kv_layouts if isinstance(drafter, UsesCache) else ()
+        self.limits = resolve_limits(config, [layout, *(x.like(layout) for x in own)], model.max_len, model.device)
         index = PrefixIndex(config.block_size) if config.enable_prefix_caching else None
         self.pool = BlockPool(self.limits.num_blocks, index)
-        self.pages = KVPages(model.kv_layout, self.limits.num_blocks, config.block_size, model.device)
+        self.pages = KVPages(layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
             drafter.attach(self.pages, self.pool)
         chances = drafter.node_chances if isinstance(drafter, KnowsChances) else None
