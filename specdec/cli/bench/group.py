@@ -1,0 +1,14 @@
+"""The group of the `specdec bench` commands."""
+
+import click
+
+from specdec.cli.bench.acceptance import acceptance
+
+
+@click.group()
+def bench() -> None:
+    """Measure acceptance, speed and exactness, beside other engines."""
+
+
+for _command in (acceptance,):
+    bench.add_command(_command)
