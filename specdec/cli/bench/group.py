@@ -3,6 +3,7 @@
 import click
 
 from specdec.cli.bench.acceptance import acceptance
+from specdec.cli.bench.serve import serve
 
 
 @click.group()
@@ -10,5 +11,5 @@ def bench() -> None:
     """Measure acceptance, speed and exactness, beside other engines."""
 
 
-for _command in (acceptance,):
+for _command in (acceptance, serve):
     bench.add_command(_command)
