@@ -204,16 +204,15 @@ def exact(model: str, tokens: int, path: str | None) -> None:
         texts = [*PROMPTS.values(), *MORE_PROMPTS]
         prompts = [plain.encode_chat([{"role": "user", "content": text}]) for text in texts]
         want = [answers([prompt], plain, tokens)[0] for prompt in prompts]
-        got = {
-            "speculative, alone": [answers([prompt], ngram, tokens)[0] for prompt in prompts],
-            "plain, batched": answers(prompts, plain, tokens),
-            "speculative, batched": answers(prompts, ngram, tokens),
-            "speculative, eager": answers(
-                prompts, make_llm(model, deterministic=deterministic, cuda_graphs=False), tokens
-            ),
+        eager = make_llm(model, deterministic=deterministic, cuda_graphs=False)
+        ways = {
+            "speculative, alone": lambda llm=ngram, ids=prompts: [answers([prompt], llm, tokens)[0] for prompt in ids],
+            "plain, batched": lambda llm=plain, ids=prompts: answers(ids, llm, tokens),
+            "speculative, batched": lambda llm=ngram, ids=prompts: answers(ids, llm, tokens),
+            "speculative, eager": lambda llm=eager, ids=prompts: answers(ids, llm, tokens),
         }
-        for how, answered in got.items():
-            at = [_first_difference(a, b) for a, b in zip(want, answered, strict=True)]
+        for how, run in ways.items():
+            at = [_first_difference(a, b) for a, b in zip(want, run(), strict=True)]
             margins = [
                 _margin(plain, prompt + answer[:i])
                 for prompt, answer, i in zip(prompts, want, at, strict=True)
@@ -221,8 +220,7 @@ def exact(model: str, tokens: int, path: str | None) -> None:
             ]
             row = {"deterministic": deterministic, "how": how, "prompts": len(prompts), "different": len(margins)}
             rows.append(row | {"margins": [round(m, 4) for m in margins]})
-            click.echo(str(rows[-1]))
-    write(path, {"model": model, "tokens": tokens, "rows": rows})
+            write(path, {"model": model, "tokens": tokens, "rows": rows})  # what is known so far
 
 
 def answers(prompts: list[list[int]], llm: LLM, tokens: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ Knows hidden states; no files, no requests. The kinds are in `specdec.drafters.m
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -17,7 +17,9 @@ from specdec.verifier.tree import MAX_NODES
 
 MAX_LAYERS = 16
 MAX_WIDTH = 16
-DEFAULT_WIDTH = 2
+DEFAULT_WIDTHS = {"hydra": 2, "recurrent": 4}
+"""Of the kinds that have MLPs."""
+KindName = Literal["medusa", "hydra", "recurrent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +29,17 @@ class HeadsConfig:
     Args:
         num_heads: K; head k, from 0, reads the hidden state that yields the next token (the root) and predicts the
             token that stands k + 1 places after it.
-        num_layers: residual blocks of each head; Hydra heads, which have an MLP before them, may have 0.
+        num_layers: residual blocks of each head; Hydra heads, which have an MLP before them, may have 0, and recurrent
+            heads have none.
         hidden_size: H of the base.
         vocab_size: V, columns of the base's logits.
         projection: "own", a matrix for each head, or "shared", the base's own head.
         base_fingerprint: `base_fingerprint` of the base; empty if unknown.
         tree: the tree that suits them, as Medusa's choices, best first; None if there is none.
-        kind: "medusa", heads that read the hidden state alone, or "hydra", heads that also read the embeddings of the
-            root and of the draft tokens before theirs.
-        width: Hydra's MLPs have width × H inner units; None is 2. Medusa heads have none.
+        kind: "medusa", heads that read the hidden state alone; "hydra", heads that also read the embeddings of the
+            root and of the draft tokens before theirs; "recurrent", heads that read them by one cell for all.
+        width: the MLPs have width × H inner units; None is 2 for Hydra heads, 4 for recurrent ones. Medusa heads have
+            none.
         projection_bias: whether own projections of Hydra heads have biases, as published ones do.
 
     Raises:
@@ -49,22 +53,21 @@ class HeadsConfig:
     projection: Literal["own", "shared"]
     base_fingerprint: str = ""
     tree: tuple[Choice, ...] | None = None
-    kind: Literal["medusa", "hydra"] = "medusa"
+    kind: KindName = "medusa"
     width: int | None = None
     projection_bias: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("medusa", "hydra"):
-            raise ConfigError(f'kind must be "medusa" or "hydra", not {self.kind!r}')
-        hydra = self.kind == "hydra"
-        if hydra and self.width is None:
-            object.__setattr__(self, "width", DEFAULT_WIDTH)
+        if self.kind not in get_args(KindName):
+            raise ConfigError(f"kind must be one of {', '.join(get_args(KindName))}, not {self.kind!r}")
+        if self.width is None:
+            object.__setattr__(self, "width", DEFAULT_WIDTHS.get(self.kind))
         for name, least, most in (
             ("num_heads", 1, MAX_NODES - 1),
-            ("num_layers", 0 if hydra else 1, MAX_LAYERS),
+            ("num_layers", *_LAYERS[self.kind]),
             ("hidden_size", 1, 1 << 20),
             ("vocab_size", 1, 1 << 24),
-            *((("width", 1, MAX_WIDTH),) if hydra else ()),
+            *((("width", 1, MAX_WIDTH),) if self.kind in DEFAULT_WIDTHS else ()),
         ):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
@@ -73,17 +76,20 @@ class HeadsConfig:
             raise ConfigError(f'projection must be "own" or "shared", not {self.projection!r}')
         if not isinstance(self.base_fingerprint, str):
             raise ConfigError(f"base_fingerprint must be a string, not {self.base_fingerprint!r}")
-        self._check_kind(hydra)
+        self._check_kind()
         if self.tree is not None:
             object.__setattr__(self, "tree", as_choices(self.tree, self.num_heads))
 
-    def _check_kind(self, hydra: bool) -> None:
-        if not hydra and self.width is not None:
-            raise ConfigError(f"width is for Hydra heads; leave it out for Medusa heads, not {self.width!r}")
+    def _check_kind(self) -> None:
+        if self.kind not in DEFAULT_WIDTHS and self.width is not None:
+            raise ConfigError(f"width is for heads with MLPs; leave it out for Medusa heads, not {self.width!r}")
         if type(self.projection_bias) is not bool:
             raise ConfigError(f"projection_bias must be true or false, not {self.projection_bias!r}")
-        if self.projection_bias and not (hydra and self.projection == "own"):
+        if self.projection_bias and not (self.kind == "hydra" and self.projection == "own"):
             raise ConfigError("projection_bias is for Hydra heads with own projections; leave it out")
+
+
+_LAYERS = {"medusa": (1, MAX_LAYERS), "hydra": (0, MAX_LAYERS), "recurrent": (0, 0)}
 
 
 class DraftHeads(nn.Module):

@@ -20,20 +20,24 @@ from specdec.drafters.layouts import check_tensors, read_tensors
 from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.drafters.protocol import DraftTarget
 from specdec.drafters.published import PUBLISHED_FILES, published_kind, read_published
+from specdec.drafters.recurrent_heads import RecurrentHeads
 from specdec.errors import CheckpointError, ConfigError
 from specdec.hub.cache import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-H = TypeVar("H", MedusaHeads, HydraHeads)
+H = TypeVar("H", MedusaHeads, HydraHeads, RecurrentHeads)
+Heads = MedusaHeads | HydraHeads | RecurrentHeads
 
 __all__ = [
     "DraftHeads",
     "HeadsConfig",
     "HydraHeads",
     "MedusaHeads",
+    "RecurrentHeads",
     "base_fingerprint",
+    "base_of_heads",
     "heads_kind",
     "load_heads",
     "load_heads_of",
@@ -43,7 +47,7 @@ __all__ = [
 ]
 
 FORMAT = "specdec-heads"
-KINDS: dict[str, type[MedusaHeads] | type[HydraHeads]] = {"medusa": MedusaHeads, "hydra": HydraHeads}
+KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": HydraHeads, "recurrent": RecurrentHeads}
 VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "heads.safetensors"
@@ -76,7 +80,7 @@ def base_fingerprint(model: "PreTrainedModel") -> str:
 
 def make_heads(
     config: HeadsConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> MedusaHeads | HydraHeads:
+) -> Heads:
     """Return new heads of the config's kind: the identity on the hidden state, own projections zero."""
     return KINDS[config.kind](config, device, dtype)
 
@@ -104,7 +108,7 @@ def save_config(config: HeadsConfig, path: str | Path) -> None:
 
 def load_heads(
     path: str | Path, target: DraftTarget | None = None, *, allow_pickle: bool = False, check_base: bool = True
-) -> MedusaHeads | HydraHeads:
+) -> Heads:
     """Load draft heads, ours or published, and check that they are whole and belong to the target.
 
     Reads our folder, Medusa v1 (`medusa_lm_head.safetensors` or `.pt`), Medusa "version": "2" (residual blocks
@@ -168,6 +172,15 @@ def heads_kind(path: str | Path) -> str:
         return "medusa"
     kind = raw.get("kind") if _is_ours(path, raw) else published_kind(path)
     return kind if isinstance(kind, str) and kind in KINDS else "medusa"
+
+
+def base_of_heads(folder: Path) -> str:
+    """Return the fingerprint of the base that the heads in a folder of our layout were trained for; empty if unknown.
+
+    Raises:
+        CheckpointError: its config is damaged.
+    """
+    return str(_read_json(folder / CONFIG_FILE).get("base_fingerprint", ""))
 
 
 def _is_ours(path: Path, raw: dict[str, Any]) -> bool:

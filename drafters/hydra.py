@@ -4,23 +4,18 @@ Knows hidden states, input embeddings and a static tree; nothing of scheduling.
 Source: Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from specdec.drafters.choices import Choice
-from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.heads import load_heads_of
+from specdec.drafters.heads_drafter import HeadsDrafter
+from specdec.drafters.hydra_guesses import HydraGuesses
 from specdec.drafters.hydra_heads import HydraHeads
-from specdec.drafters.protocol import DraftQuery, DraftTarget, Observation
+from specdec.drafters.protocol import DraftTarget
 from specdec.drafters.static_tree import StaticTree
-from specdec.errors import ConfigError
-from specdec.verifier.tree import TokenTree
 
 
-class HydraDrafter:
+class HydraDrafter(HeadsDrafter):
     """Drafts a static tree whose node (…, r) at depth d holds the candidate of rank r of head d - 1 on its path.
 
     A level takes one forward of its head, over all nodes of the level before that have children. Candidates are
@@ -37,7 +32,6 @@ class HydraDrafter:
     """
 
     name = "hydra"
-    reads_hidden = True
 
     def __init__(
         self,
@@ -46,56 +40,8 @@ class HydraDrafter:
         tree: Sequence[Sequence[int]] | None = None,
         max_nodes: int | None = None,
     ) -> None:
-        if target.embed is None:
-            raise ConfigError("Hydra heads read the target's input embeddings; give the DraftTarget its embed")
-        self._heads = heads
-        self._embed = target.embed
-        self._lm_head = target.lm_head
-        self._tree = StaticTree(heads.config, target, tree, max_nodes)
-
-    @property
-    def choices(self) -> tuple[Choice, ...]:
-        """The tree in use, root left out, in the order in which a budget takes its nodes."""
-        return self._tree.choices
-
-    @torch.inference_mode()
-    def propose(self, queries: Sequence[DraftQuery]) -> TokenTree:
-        """Return one tree a query; the root alone unless the token before the root was the last one observed."""
-        return self._tree.propose(queries, self._guess)
-
-    def observe(self, observation: Observation) -> None:
-        """Keep the hidden state of each request's last committed token."""
-        self._tree.observe(observation)
-
-    def forget(self, request_ids: Collection[int]) -> None:
-        """Drop the hidden states of these requests."""
-        self._tree.forget(request_ids)
-
-    def _guess(self, queries: Sequence[DraftQuery], hidden: Tensor, choices: Sequence[Choice]) -> list[list[int]]:
-        """Tokens of the choices for each query."""
-        node_of: dict[Choice, int] = {(): 0} | {choice: i for i, choice in enumerate(choices, 1)}
-        roots = torch.tensor([query.tokens[-1] for query in queries], device=hidden.device)
-        tokens = roots[:, None].repeat(1, len(node_of))  # [R, nodes], the root's until a level is drafted
-        for depth in range(max(len(choice) for choice in choices)):
-            children = [choice for choice in choices if len(choice) == depth + 1]
-            parents = list(dict.fromkeys(choice[:-1] for choice in children))
-            paths = [[node_of[parent[:d]] for d in range(depth + 1)] for parent in parents]  # [P][depth + 1]
-            scores = self._level(queries, hidden, tokens[:, paths], depth)
-            ranked = scores.topk(1 + max(choice[-1] for choice in children)).indices  # [R, P, ranks]
-            rows = [parents.index(choice[:-1]) for choice in children]
-            tokens[:, [node_of[choice] for choice in children]] = ranked[:, rows, [choice[-1] for choice in children]]
-        drafts: list[list[int]] = tokens[:, 1:].tolist()
-        return drafts
-
-    def _level(self, queries: Sequence[DraftQuery], hidden: Tensor, paths: Tensor, depth: int) -> Tensor:
-        """Scores [R, P, V] of what follows P paths [R, P, depth + 1] of each query."""
-        num_paths = paths.shape[1]
-        embedded = self._embed(paths.flatten(0, 1)).to(hidden)  # [R P, depth + 1, H]
-        states = self._heads.next_states(hidden.repeat_interleave(num_paths, 0), embedded)
-        logits = self._heads.project(states[:, None], self._lm_head, depth).float()
-        positions = [query.num_output + depth for query in queries]
-        shaped = logits.view(len(queries), num_paths, -1)
-        return coupled_scores(shaped, [query.params for query in queries], positions)
+        static = StaticTree(heads.config, target, tree, max_nodes)
+        super().__init__(static, HydraGuesses(heads, target, static.choices), target)
 
 
 def load_hydra(

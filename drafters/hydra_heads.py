@@ -44,12 +44,13 @@ class HydraHeads(DraftHeads):
             x = block(x)
         return x.transpose(0, 1)
 
-    def next_states(self, hidden: Tensor, path: Tensor) -> Tensor:
+    def next_states(self, hidden: Tensor, path: Tensor, above: Tensor) -> Tensor:
         """Return what the projection of head k reads, for drafting level by level.
 
         Args:
             hidden: [R, H] final hidden states of the base.
             path: [R, k + 1, H] input embeddings of the root and of the k draft tokens behind it.
+            above: [R, H], what the projection of head k - 1 read on the same path; `hidden` for head 0.
 
         Returns:
             [R, H].

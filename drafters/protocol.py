@@ -136,6 +136,10 @@ class DeviceQuery:
         """Return the last token of each sequence, [S, 1] int64; any token of inactive ones."""
         return self.history.gather(1, (self.lengths - 1).clamp(min=0).unsqueeze(1)).to(torch.int64)
 
+    def first_positions(self) -> torch.Tensor:
+        """Return the output position of the root's children, [S] int64; any position of inactive sequences."""
+        return (self.lengths - self.prompt_lens).clamp(min=0)
+
 
 @runtime_checkable
 class KeepsHidden(Protocol):

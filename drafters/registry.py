@@ -26,10 +26,13 @@ def _lazy(module: str, name: str) -> Callable[[], Factory]:
 
 
 DRAFTERS: dict[str, Callable[[], Factory]] = {
+    "auto": _lazy("specdec.drafters.shipped", "auto"),
     "none": _lazy("specdec.drafters.none", "NoDrafter"),
     "ngram": _lazy("specdec.drafters.ngram", "NGramDrafter"),
     "medusa": _lazy("specdec.drafters.medusa", "load_medusa"),
     "hydra": _lazy("specdec.drafters.hydra", "load_hydra"),
+    "recurrent": _lazy("specdec.drafters.recurrent", "load_recurrent"),
+    "shipped": _lazy("specdec.drafters.shipped", "load_shipped"),
     "draft_model": _lazy("specdec.drafters.models", "load_draft_model"),
     "early_exit": _lazy("specdec.drafters.models", "early_exit"),
 }
@@ -43,9 +46,10 @@ def make_drafter(
     """Return the drafter that a user asked for.
 
     Args:
-        spec: a name ("none", "ngram"), a name and the path of its weights ("medusa:PATH", "draft_model:PATH"), the
-            path of a folder of heads, two of these ("ngram+medusa:PATH": the first where it drafts, else the second), a
-            loaded Hugging Face model, or a drafter, which is returned as it is.
+        spec: a name ("none", "ngram", "shipped", or "auto": shipped heads or else n-grams), a name and the path of its
+            weights ("medusa:PATH", "draft_model:PATH"), the path of a folder of heads, two of these
+            ("ngram+medusa:PATH": the first where it drafts, else the second), a loaded Hugging Face model, or a
+            drafter, which is returned as it is.
         target: the model to draft for; the drafters without weights need none.
         options: the drafter's own options.
 
@@ -131,7 +135,7 @@ def _split(spec: str | Path) -> tuple[str, str | None]:
         return heads_kind(text), text
     close = difflib.get_close_matches(name, DRAFTERS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    known = f"{', '.join(DRAFTERS)}, medusa:PATH, hydra:PATH, draft_model:PATH, ngram+…, or a path"
+    known = f"{', '.join(DRAFTERS)}, medusa:PATH, hydra:PATH, recurrent:PATH, draft_model:PATH, ngram+…, or a path"
     raise ConfigError(f"unknown drafter {text!r}{hint}; known: {known}")
 
 

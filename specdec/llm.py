@@ -27,8 +27,9 @@ class LLM:
 
     Args:
         model: a folder, a hub id, a name that `specdec pull` knows, or a loaded Hugging Face model.
-        drafter: "none", "ngram", "medusa:PATH", "draft_model:PATH", "early_exit", the path of a heads folder, two of
-            them ("ngram+early_exit"), a loaded model to draft with, or a `Drafter`.
+        drafter: "auto" takes the draft heads that come with the package for this model, if there are any, else n-grams;
+            or "none", "ngram", "shipped", "medusa:PATH", "hydra:PATH", "draft_model:PATH", "early_exit", the path of a
+            heads folder, two of them ("ngram+early_exit"), a loaded model to draft with, or a `Drafter`.
         tokenizer: for a loaded model; else the model's own.
         dtype: "auto" is fp32 on CPU and bf16 on a GPU, and what it is for a loaded model; a torch dtype or its name.
         device: "auto" takes a GPU where there is one, and a loaded model where it is; a torch device or its name.
@@ -46,7 +47,7 @@ class LLM:
     def __init__(
         self,
         model: str | os.PathLike[str] | PreTrainedModel,
-        drafter: str | PreTrainedModel | Drafter = "ngram",
+        drafter: str | PreTrainedModel | Drafter = "auto",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: str | torch.dtype = "auto",

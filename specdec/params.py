@@ -45,6 +45,7 @@ class SamplingParams:
         ignore_eos: go on past the model's EOS tokens.
         logprobs: None for none, else how many alternatives to return beside each token's own log-probability.
         skip_special_tokens: leave special tokens out of the text.
+        detokenize: make the text of the answer; without it the text is empty, and stop strings are refused.
         min_new_tokens: EOS and stop tokens can't be chosen before that many tokens; stop strings still end the text.
         repetition_penalty: scores of tokens in the prompt or the output are divided by it if positive, else multiplied
             (transformers' and vLLM's meaning); 1 is none, 0.01 to 100.
@@ -75,6 +76,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
     min_new_tokens: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -100,6 +102,10 @@ class SamplingParams:
         _check_int("n", self.n, low=1, high=MAX_SAMPLES)
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequest(f"{len(self.stop)} stop strings were given; at most {MAX_STOPS} are allowed")
+        if type(self.detokenize) is not bool:
+            raise InvalidRequest(f"detokenize must be True or False, not {self.detokenize!r}")
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop strings are looked for in the text; leave detokenize on, or use stop_token_ids")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidRequest(f"stop must hold non-empty strings, not {list(self.stop)!r}")
         if self.logprobs is not None:

@@ -1,23 +1,42 @@
 """Hydra drafters whose answers are known: over the model that walks through a permutation, and random ones."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specdec.drafters.heads import HeadsConfig
+from specdec.drafters.draft_heads import DraftHeads, KindName
+from specdec.drafters.heads import HeadsConfig, make_heads
 from specdec.drafters.hydra import HydraDrafter
 from specdec.drafters.hydra_heads import HydraHeads
+from specdec.drafters.protocol import DraftTarget
+from specdec.drafters.recurrent import RecurrentDrafter
+from specdec.drafters.recurrent_heads import RecurrentHeads
 from tests.medusa import CHOICES, SIZE, successor, target_of
 
 
 def random_hydra(model: PreTrainedModel, num_heads: int = 3) -> HydraDrafter:
     """Random heads with the base's own projection: nearly always wrong, never harmful."""
+    heads, target = _random_heads(model, "hydra", num_heads, 1)
+    assert isinstance(heads, HydraHeads)
+    return HydraDrafter(heads, target, CHOICES)
+
+
+def random_recurrent(model: PreTrainedModel, num_heads: int = 3) -> RecurrentDrafter:
+    """The same of recurrent heads."""
+    heads, target = _random_heads(model, "recurrent", num_heads, 0)
+    assert isinstance(heads, RecurrentHeads)
+    return RecurrentDrafter(heads, target, CHOICES)
+
+
+def _random_heads(
+    model: PreTrainedModel, kind: KindName, num_heads: int, num_layers: int
+) -> tuple[DraftHeads, DraftTarget]:
     target = target_of(model)
     config = HeadsConfig(
-        kind="hydra",
+        kind=kind,
         num_heads=num_heads,
-        num_layers=1,
+        num_layers=num_layers,
         width=1,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -25,10 +44,10 @@ def random_hydra(model: PreTrainedModel, num_heads: int = 3) -> HydraDrafter:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        heads = HydraHeads(config, target.device, target.dtype).requires_grad_(False)
+        heads = make_heads(config, target.device, target.dtype).requires_grad_(False)
         for parameter in heads.parameters():
             torch.nn.init.normal_(parameter)
-    return HydraDrafter(heads, target, CHOICES)
+    return heads, target
 
 
 def walking_heads(num_heads: int = 3) -> HydraHeads:
@@ -56,10 +75,10 @@ def walking_heads(num_heads: int = 3) -> HydraHeads:
     return heads
 
 
-def walking_hydra(model: LlamaForCausalLM, choices: list[tuple[int, ...]]) -> HydraDrafter:
+def walking_hydra(model: LlamaForCausalLM, choices: Sequence[tuple[int, ...]]) -> HydraDrafter:
     """The drafter of these heads."""
-    target = replace(target_of(model), embed=model.get_input_embeddings())
-    return HydraDrafter(walking_heads(), target, choices, max_nodes=64)
+    target = target_of(model)
+    return HydraDrafter(walking_heads().to(target.device, target.dtype), target, choices, max_nodes=64)
 
 
 def _predecessor(token: int) -> int:

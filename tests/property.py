@@ -26,7 +26,7 @@ from tests.conftest import VOCAB, tiny_llama
 from tests.costs import TABLES
 from tests.engines import drain, make_engine
 from tests.families import OWN, tiny_model
-from tests.hydra import random_hydra
+from tests.hydra import random_hydra, random_recurrent
 from tests.medusa import random_medusa
 from tests.own_forward import REQUIRED, tiny
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter, SometimesDrafter
@@ -62,6 +62,7 @@ DRAFTERS: dict[str, Callable[[PreTrainedModel, Answers], Drafter]] = {
     "ngram, one path": lambda m, a: NGramDrafter(num_speculative_tokens=20, max_paths=1),
     "medusa": lambda m, a: random_medusa(m),
     "hydra": lambda m, a: random_hydra(m),
+    "recurrent": lambda m, a: random_recurrent(m),
     "itself": lambda m, a: DraftModelDrafter(ready(m), VOCAB, (2, 4, 4)),
     "another model": lambda m, a: DraftModelDrafter(another(), VOCAB, (1, 1, 1)),
     "early exit": lambda m, a: early(m, (1, 1, 1, 1)),

@@ -103,8 +103,11 @@ def test_info_says_what_would_be_captured(invoke: Invoke, monkeypatch: pytest.Mo
     assert facts["device"] == "cuda (H100)" and facts["steps"].startswith("captured")
     assert facts["kernels"] == "triton: a token's bits don't depend on its batch"
     assert all(name in facts["eager"] for name in EAGER_PARAMETERS) and "rule typical" in facts["eager"]
-    assert "drafters none, ngram, medusa; rule coupled" in facts["captured"] and "llama" in facts["captured"]
-    assert "drafters hydra, draft_model, early_exit, ngram+…;" in facts["eager"]
+    assert (
+        "drafters none, ngram, medusa, hydra, shipped; rule coupled" in facts["captured"]
+        and "llama" in facts["captured"]
+    )
+    assert "drafters draft_model, early_exit, ngram+…;" in facts["eager"]
     facts = json.loads(invoke("info", "--json", "--no-deterministic").stdout)
     assert facts["kernels"].startswith("triton, not deterministic: ") and "--no-deterministic" in facts["cost table"]
     facts = json.loads(invoke("info", "--json", "--dtype", "float64").stdout)

@@ -15,7 +15,7 @@ from specdec.drafters.protocol import Drafter
 from specdec.params import SamplingParams
 from tests.conftest import VOCAB
 from tests.engines import make_engine, outputs, run
-from tests.hydra import random_hydra
+from tests.hydra import random_hydra, random_recurrent
 from tests.medusa import SIZE, random_medusa, successor, walking_medusa, walking_model
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter, SometimesDrafter
 
@@ -62,6 +62,7 @@ DRAFTERS: dict[str, Callable[[PreTrainedModel, dict[tuple[int, ...], list[int]]]
     "ngram": lambda model, answers: NGramDrafter(),
     "medusa": lambda model, answers: random_medusa(model),
     "hydra": lambda model, answers: random_hydra(model),
+    "recurrent": lambda model, answers: random_recurrent(model),
     "oracle chain": lambda model, answers: OracleDrafter(answers, "chain"),
     "oracle wide": lambda model, answers: OracleDrafter(answers, "wide"),
     "oracle ragged": lambda model, answers: OracleDrafter(answers, "ragged"),

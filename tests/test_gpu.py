@@ -10,6 +10,7 @@ from specdec.drafters.protocol import Drafter
 from specdec.models.decoder import Decoder
 from tests.conftest import VOCAB, tiny_llama
 from tests.engines import make_engine, outputs, run
+from tests.hydra import random_hydra, random_recurrent
 from tests.medusa import random_medusa
 from tests.scripted import RandomDrafter
 
@@ -21,7 +22,7 @@ def asks() -> list[SamplingParams]:
     return [SamplingParams(max_new_tokens=16, seed=i, temperature=0.0 if i % 2 else 1.2) for i in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "random", "medusa", "draft_model"])
+@pytest.mark.parametrize("name", ["none", "ngram", "random", "medusa", "hydra", "recurrent", "draft_model"])
 def test_tokens_are_those_of_the_cpu(name: str) -> None:
     want = outputs(run(make_engine(tiny_llama()), PROMPTS, asks()))
     model = tiny_llama().to("cuda")
@@ -30,6 +31,8 @@ def test_tokens_are_those_of_the_cpu(name: str) -> None:
         "ngram": NGramDrafter(),
         "random": RandomDrafter(),
         "medusa": random_medusa(model),
+        "hydra": random_hydra(model),
+        "recurrent": random_recurrent(model),
         "draft_model": DraftModelDrafter(Decoder(model), VOCAB, (2, 3, 3)),
     }
     assert outputs(run(make_engine(model, drafters[name]), PROMPTS, asks())) == want
@@ -41,7 +44,7 @@ def test_a_gpu_is_the_default_and_bf16_its_dtype(folder) -> None:  # type: ignor
     assert len(llm.generate("hello", SamplingParams(max_new_tokens=8))[0].token_ids) == 8
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "random", "medusa"])
+@pytest.mark.parametrize("name", ["none", "ngram", "random", "medusa", "hydra", "recurrent"])
 def test_bf16_tokens_depend_on_neither_drafter_nor_batch_nor_capture(name: str) -> None:
     model = tiny_llama(dtype=torch.bfloat16).to("cuda")
     alone = [outputs(run(make_engine(model), [p], [a]))[0] for p, a in zip(PROMPTS, asks(), strict=True)]
@@ -51,6 +54,8 @@ def test_bf16_tokens_depend_on_neither_drafter_nor_batch_nor_capture(name: str) 
             "ngram": NGramDrafter(),
             "random": RandomDrafter(),
             "medusa": random_medusa(model),
+            "hydra": random_hydra(model),
+            "recurrent": random_recurrent(model),
         }
         engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs)
         assert (engine.graphs is not None) == (cuda_graphs and name != "random")

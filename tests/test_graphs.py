@@ -3,7 +3,7 @@
 Without a GPU nothing is captured: the same step runs in Triton's interpreter, one launch ahead all the same.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from specdec.drafters.hybrid import HybridDrafter
 from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.none import NoDrafter
-from specdec.drafters.protocol import DeviceQuery, DraftQuery, Observation
+from specdec.drafters.protocol import DeviceQuery, Drafter, DraftQuery, Observation
 from specdec.engine.engine import Engine
-from specdec.engine.graphs import Outcome
+from specdec.engine.graphs import ADMIT_EVERY, Outcome
 from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
 from specdec.engine.request import Request
 from specdec.errors import SpecdecError
@@ -26,6 +26,7 @@ from specdec.verifier.rules import TypicalRule
 from specdec.verifier.tree import TokenTree
 from tests.conftest import tiny_llama
 from tests.engines import drain, make_engine, outputs, run
+from tests.hydra import random_hydra, random_recurrent, walking_hydra
 from tests.kernels import DEVICE, ON_GPU
 from tests.medusa import random_medusa, walking_medusa, walking_model
 
@@ -96,33 +97,51 @@ def test_tokens_are_those_of_eager_steps(name: str) -> None:
         assert max(r.stats.mean_acceptance_length for r in requests) > 1.2, "no draft was right: nothing was tested"
 
 
-def test_random_heads_change_no_token() -> None:
+@pytest.mark.parametrize("random_heads", [random_medusa, random_hydra, random_recurrent])
+def test_random_heads_change_no_token(random_heads: Callable[[PreTrainedModel], Drafter]) -> None:
     params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, seed=3, temperature=1.1)]
     model = tiny_llama(**SIZE).to(DEVICE)
-    engine = graph_engine(random_medusa(model), model)
+    engine = graph_engine(random_heads(model), model)
     requests = run(engine, PROMPTS[:2], params)
     assert outputs(requests) == outputs(run(make_engine(tiny_llama(**SIZE)), PROMPTS[:2], params))
     assert engine.graphs is not None
     assert {bucket.num_nodes for bucket in engine.graphs._captured} == {6}, "a step doesn't hold the whole tree"
 
 
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("tree", [BUSH, [(0,), (0, 0), (0, 0, 0)]], ids=["bush", "chain"])
-def test_right_heads_are_believed(tree: list[tuple[int, ...]]) -> None:
+def test_right_heads_are_believed(tree: list[tuple[int, ...]], kind: str) -> None:
     """At temperature 3 the noise decides: heads that were ranked by another position's would be wrong."""
     params = [SamplingParams(max_new_tokens=9), SamplingParams(max_new_tokens=12, seed=4, temperature=3.0)]
     model = walking_model(torch.float32)
     want = outputs(run(make_engine(model), PROMPTS[:2], params))
     model.to(DEVICE)
-    medusa = walking_medusa(model, lambda token: True, tree)
-    engine = graph_engine(medusa, model)
+    knows_all = walking_medusa(model, lambda token: True, tree) if kind == "medusa" else walking_hydra(model, tree)
+    engine = graph_engine(knows_all, model)
     requests = run(engine, PROMPTS[:2], params)
-    assert outputs(requests) == want and medusa.chains_only == (tree is not BUSH)
+    assert outputs(requests) == want and knows_all.chains_only == (tree is not BUSH)
     taus = [r.stats.mean_acceptance_length for r in requests]
     assert taus[0] == 3 and taus[1] > 2, taus
     assert requests[0].stats.acceptance_by_depth == [1, 1, 1], "a path that ended at a leaf counts as refused"
 
 
-def test_heads_go_on_where_captured_and_eager_steps_meet() -> None:
+def test_a_request_waits_a_few_captured_steps_at_most() -> None:
+    """Every admission takes an eager step; a crowd would otherwise run eagerly nearly all the time."""
+    engine = graph_engine()
+    first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=40))
+    for _ in range(3):
+        engine.step()
+    second, waited = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=3)), 0
+    while not second.num_computed:
+        engine.step()
+        waited += 1
+    assert 1 < waited <= ADMIT_EVERY + 2, waited
+    drain(engine)
+    assert outputs([first]) == outputs(run(make_engine(tiny_llama(**SIZE)), PROMPTS[:1], [first.params]))
+
+
+def test_heads_go_on_where_captured_and_eager_steps_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.engine.graphs.ADMIT_EVERY", 1)
     model = walking_model(torch.float32)
     params = [SamplingParams(max_new_tokens=n) for n in (14, 6)]
     want = outputs(run(make_engine(model), PROMPTS[:2], params))

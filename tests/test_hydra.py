@@ -19,6 +19,8 @@ from specdec.drafters.hydra import HydraDrafter
 from specdec.drafters.hydra_heads import HydraHeads
 from specdec.drafters.medusa import MedusaDrafter
 from specdec.drafters.protocol import DraftQuery, DraftTarget, Observation
+from specdec.drafters.recurrent import RecurrentDrafter
+from specdec.drafters.recurrent_heads import RecurrentHeads
 from specdec.drafters.registry import make_drafter
 from specdec.engine.config import EngineConfig
 from specdec.errors import CheckpointError, ConfigError
@@ -62,8 +64,9 @@ def config(**changes: Any) -> HeadsConfig:
     return HeadsConfig(**(same | changes))
 
 
-def random_heads(**changes: Any) -> HydraHeads:
-    heads = HydraHeads(config(**changes))
+def random_heads(**changes: Any) -> HydraHeads | RecurrentHeads:
+    heads = make_heads(config(**changes))
+    assert isinstance(heads, HydraHeads | RecurrentHeads)
     torch.manual_seed(1)
     for parameter in heads.parameters():
         nn.init.normal_(parameter)
@@ -80,17 +83,19 @@ def query(request_id: int, length: int, max_nodes: int = 64, temperature: float 
 
 
 @pytest.mark.parametrize("projection", ["own", "shared"])
-@pytest.mark.parametrize(("width", "num_layers"), [(1, 0), (2, 1), (3, 2)])
-def test_teacher_forcing_is_level_by_level(projection: str, width: int, num_layers: int) -> None:
-    heads = random_heads(projection=projection, width=width, num_layers=num_layers)
+@pytest.mark.parametrize(
+    ("kind", "width", "num_layers"), [("hydra", 1, 0), ("hydra", 2, 1), ("hydra", 3, 2), ("recurrent", 2, 0)]
+)
+def test_teacher_forcing_is_level_by_level(projection: str, kind: str, width: int, num_layers: int) -> None:
+    heads = random_heads(projection=projection, kind=kind, width=width, num_layers=num_layers)
     hidden, following = torch.randn(5, H), torch.randn(5, K + 1, H)
     states = heads.states(hidden, following)
     assert states.shape == (5, K, H)
     logits = heads.project(states, target().lm_head)
     for k in range(K):
-        path = following[:, : k + 1]
-        torch.testing.assert_close(heads.next_states(hidden, path), states[:, k])
-        alone = heads.project(heads.next_states(hidden, path)[:, None], target().lm_head, k)
+        path, above = following[:, : k + 1], states[:, k - 1] if k else hidden
+        torch.testing.assert_close(heads.next_states(hidden, path, above), states[:, k])
+        alone = heads.project(heads.next_states(hidden, path, above)[:, None], target().lm_head, k)
         torch.testing.assert_close(alone, logits[:, k : k + 1])
         changed = following.clone()
         changed[:, k + 1 :] += 1  # what comes after a head's token must not be seen
@@ -103,13 +108,14 @@ def test_teacher_forcing_is_level_by_level(projection: str, width: int, num_laye
 
 
 def test_new_heads_are_the_identity_and_need_what_follows() -> None:
-    heads, hidden = make_heads(config(width=None)), torch.randn(4, H)
-    assert heads.config.width == 2
-    states = heads.states(hidden, torch.randn(4, K, H))
-    torch.testing.assert_close(states, hidden[:, None].expand(4, K, H))
-    for following in (None, torch.randn(4, K - 1, H)):
-        with pytest.raises(ValueError, match="pass following"):
-            heads.states(hidden, following)
+    for kind, width in (("hydra", 2), ("recurrent", 4)):
+        heads, hidden = make_heads(config(kind=kind, width=None, num_layers=0)), torch.randn(4, H)
+        assert heads.config.width == width
+        states = heads.states(hidden, torch.randn(4, K, H))
+        torch.testing.assert_close(states, hidden[:, None].expand(4, K, H))
+        for following in (None, torch.randn(4, K - 1, H)):
+            with pytest.raises(ValueError, match="pass following"):
+                heads.states(hidden, following)
 
 
 def test_medusa_heads_have_the_same_interface(tiny: PreTrainedModel) -> None:
@@ -127,7 +133,8 @@ def test_medusa_heads_have_the_same_interface(tiny: PreTrainedModel) -> None:
         ({"width": 0}, "width must be"),
         ({"width": 2.0}, "width must be"),
         ({"num_layers": -1}, "num_layers must be a whole number from 0"),
-        ({"kind": "medusa", "width": 2}, "width is for Hydra"),
+        ({"kind": "medusa", "width": 2}, "width is for heads with MLPs"),
+        ({"kind": "recurrent", "num_layers": 1}, "num_layers must be a whole number from 0 to 0"),
         ({"projection_bias": 1}, "projection_bias"),
         ({"projection": "shared", "projection_bias": True}, "projection_bias is for"),
     ],
@@ -140,13 +147,20 @@ def test_config_is_checked(change: dict[str, Any], match: str) -> None:
 # ---- the drafter ----
 
 
-def naive_tree(heads: HydraHeads, hidden: Tensor, q: DraftQuery) -> list[int]:
+def drafter_of(heads: HydraHeads | RecurrentHeads, **options: Any) -> HydraDrafter | RecurrentDrafter:
+    if isinstance(heads, HydraHeads):
+        return HydraDrafter(heads, target(), TREE, **options)
+    return RecurrentDrafter(heads, target(), TREE, **options)
+
+
+def naive_tree(heads: HydraHeads | RecurrentHeads, hidden: Tensor, q: DraftQuery) -> list[int]:
     """Tokens of `TREE`, one node at a time."""
     tokens: dict[tuple[int, ...], int] = {(): q.tokens[-1]}
     for choice in sorted(TREE, key=len):
         k = len(choice) - 1
         path = EMBEDDING[[tokens[choice[:d]] for d in range(k + 1)]]
-        scores = heads.project(heads.next_states(hidden[None], path[None])[:, None], target().lm_head, k)[0, 0]
+        states = heads.states(hidden[None], path[None], k + 1)
+        scores = heads.project(states[:, k:], target().lm_head, k)[0, 0]
         if q.params.temperature:
             noise = gumbel_noise(torch.tensor([q.params.seed]), torch.tensor([q.num_output + k]), V)[0]
             scores = scores.log_softmax(-1) / q.params.temperature + noise
@@ -156,9 +170,10 @@ def naive_tree(heads: HydraHeads, hidden: Tensor, q: DraftQuery) -> list[int]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("projection", ["own", "shared"])
-def test_each_node_ranks_what_follows_its_own_path(projection: str) -> None:
-    heads, hidden = random_heads(projection=projection), torch.randn(4, H)
-    drafter = HydraDrafter(heads, target(), TREE)
+@pytest.mark.parametrize(("kind", "num_layers"), [("hydra", 1), ("recurrent", 0)])
+def test_each_node_ranks_what_follows_its_own_path(kind: str, num_layers: int, projection: str) -> None:
+    heads, hidden = random_heads(projection=projection, kind=kind, num_layers=num_layers), torch.randn(4, H)
+    drafter = drafter_of(heads)
     drafter.observe(Observation([0, 1, 2, 3], [1, 1, 1, 1], hidden))
     queries = [query(0, 2), query(1, 2, temperature=0.7), query(2, 2, 4), query(3, 2, temperature=1.5)]
     tree = drafter.propose(queries)
@@ -173,13 +188,13 @@ def test_each_node_ranks_what_follows_its_own_path(projection: str) -> None:
 
 @torch.inference_mode()
 def test_budget_takes_the_first_nodes() -> None:
-    drafter = HydraDrafter(random_heads(), target(), TREE)
+    drafter = drafter_of(random_heads())
     assert drafter.propose([query(0, 4)]).num_nodes(0) == 1, "nothing was observed"
     drafter.observe(Observation([0], [3], torch.randn(3, H)))
     whole = drafter.propose([query(0, 4)]).tokens_of(0)
     for budget in range(1, 20):
         assert drafter.propose([query(0, 4, budget)]).tokens_of(0) == whole[:budget]
-    assert HydraDrafter(random_heads(), target(), TREE, max_nodes=3).choices == ((0,), (0, 0))
+    assert drafter_of(random_heads(), max_nodes=3).choices == ((0,), (0, 0))
     drafter.forget([0])
     assert drafter.propose([query(0, 4)]).num_nodes(0) == 1
 
@@ -227,7 +242,7 @@ def test_the_engine_gives_heads_the_models_own_scaled_embeddings(tmp_path: Path)
     engine = build_engine(model, str(tmp_path), EngineConfig(num_blocks=16, max_model_len=64))
     assert isinstance(engine.drafter, HydraDrafter)
     weight = model.get_input_embeddings().weight
-    torch.testing.assert_close(engine.drafter._embed(torch.tensor([3])), weight[3:4] * size.hidden_size**0.5)
+    torch.testing.assert_close(engine.drafter._guesses._embed(torch.tensor([3])), weight[3:4] * size.hidden_size**0.5)
     request = engine.add([1, 2, 3], SamplingParams(max_new_tokens=4, ignore_eos=True))
     drain(engine)
     assert request.stats.num_draft_tokens

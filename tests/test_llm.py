@@ -140,7 +140,7 @@ def test_rules_by_name_and_object() -> None:
     "options, error, message",
     [
         ({"drafter": "engram"}, ConfigError, "unknown drafter 'engram'; did you mean 'ngram'"),
-        ({"drafter_options": {"k": 3}}, ConfigError, "drafter 'ngram' has no option 'k'"),
+        ({"drafter_options": {"k": 3}}, ConfigError, "drafter 'auto' has no option 'k'"),
         ({"drafter": "medusa"}, ConfigError, "medusa:PATH"),
         ({"drafter": "medusa:/nowhere"}, CheckpointError, "/nowhere"),
         ({"max_num_seq": 3}, ConfigError, "no option 'max_num_seq'; did you mean 'max_num_seqs'"),
@@ -185,3 +185,13 @@ def test_import_is_light_and_names_are_public() -> None:
     assert specdec.LLM is LLM
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = specdec.nothing
+
+
+def test_an_answer_without_text_has_the_same_tokens(folder: Path) -> None:
+    llm = LLM(folder, "none", device="cpu")
+    with_text, without = (llm.generate("hi", SamplingParams(max_new_tokens=9, detokenize=x))[0] for x in (True, False))
+    assert without.token_ids == with_text.token_ids and with_text.text and not without.text
+    with pytest.raises(InvalidRequest, match="leave detokenize on"):
+        SamplingParams(stop="x", detokenize=False)
+    with pytest.raises(InvalidRequest, match="detokenize must be True or False"):
+        SamplingParams(detokenize=1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The ranking of a drafter's candidates, by torch and by Triton, and the drafts that Medusa makes of it."""
+"""The ranking of a drafter's candidates, by torch and by Triton, and the drafts that heads make of it."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from specdec.kernels.gpu import rank as gpu_rank
 from specdec.kernels.gumbel import gumbel_noise
 from specdec.params import SamplingParams
 from tests.conftest import tiny_llama
+from tests.hydra import random_hydra
 from tests.kernels import DEVICE, DTYPES, ON_GPU
 from tests.medusa import random_medusa
 
@@ -56,16 +57,20 @@ def test_sizes_that_do_not_fit_are_refused(rank):
         rank(*arguments, 3)
 
 
+HEADS = pytest.mark.parametrize("random_heads", [random_medusa, random_hydra], ids=["medusa", "hydra"])
+
+
+@HEADS
 @pytest.mark.parametrize("num_nodes", [1, 2, 4, 6])
-def test_medusa_drafts_the_same_tree_on_the_device(num_nodes):
+def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes):
     """The third sequence has no hidden state, the fourth is inactive."""
     model = tiny_llama(dtype=torch.float32, num_hidden_layers=1).to(DEVICE)
-    medusa = random_medusa(model)
+    drafter = random_heads(model)
     hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     histories = [[3, 4, 5], [9, 8, 7, 6], [1, 2]]
     params = [SamplingParams(seed=5), SamplingParams(seed=6, temperature=1.3), SamplingParams(seed=7)]
-    medusa.observe(Observation([0, 1], [2, 3], hidden.repeat_interleave(put([2, 3]), 0)))
-    tree = medusa.propose(
+    drafter.observe(Observation([0, 1], [2, 3], hidden.repeat_interleave(put([2, 3]), 0)))
+    tree = drafter.propose(
         [DraftQuery(i, h, 1, num_nodes, p) for i, (h, p) in enumerate(zip(histories, params, strict=True))]
     )
     query = DeviceQuery(
@@ -77,7 +82,7 @@ def test_medusa_drafts_the_same_tree_on_the_device(num_nodes):
         hidden=torch.cat([hidden, torch.full_like(hidden, torch.nan)]),
         has_hidden=put([1, 1, 0, 0], torch.bool),
     )
-    tokens, parents, count = medusa.draft_on_device(query, num_nodes)
+    tokens, parents, count = drafter.draft_on_device(query, num_nodes)
     assert count.tolist() == [num_nodes, num_nodes, 1, 0] and count.dtype == torch.int32
     for b in range(3):
         assert tokens[b, : count[b]].tolist() == tree.tokens_of(b)
@@ -85,12 +90,13 @@ def test_medusa_drafts_the_same_tree_on_the_device(num_nodes):
     assert ((tokens >= 0) & (tokens < 97)).all()
 
 
-def test_medusa_hands_hidden_states_over_and_takes_them_back():
-    medusa = random_medusa(tiny_llama())
+@HEADS
+def test_heads_hand_hidden_states_over_and_take_them_back(random_heads):
+    drafter = random_heads(tiny_llama())
     row = torch.ones(1, 32, dtype=torch.float64)
-    medusa.keep_hidden([4], row)
-    kept, unknown = medusa.hidden_of([4, 5])
+    drafter.keep_hidden([4], row)
+    kept, unknown = drafter.hidden_of([4, 5])
     assert kept is not None and torch.equal(kept, row[0]) and unknown is None
-    assert len(medusa.propose([DraftQuery(4, [1] * 9, 2, 6, SamplingParams(seed=0))]).tokens) == 6
-    medusa.forget([4])
-    assert medusa.hidden_of([4]) == [None]
+    assert len(drafter.propose([DraftQuery(4, [1] * 9, 2, 6, SamplingParams(seed=0))]).tokens) == 6
+    drafter.forget([4])
+    assert drafter.hidden_of([4]) == [None]

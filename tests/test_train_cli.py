@@ -40,6 +40,8 @@ def test_trains_resumes_and_drafts(folder: Path, data: Path, tmp_path: Path) -> 
     found = json.loads(result.stdout)
     assert found["steps"] == 4 and found["out"] == str(out) and len(found["top1"]) == 2
     assert "step 4" in result.stderr
+    assert found["expected_tau"]["1"] == 1 <= found["expected_tau"]["2"]
+    assert json.loads((out / "config.json").read_text())["tree"]
     prompts = ["count from 3", "hello"]
     params = SamplingParams(max_new_tokens=9)
     answers = [LLM(folder, d, device="cpu").generate(prompts, params) for d in ("none", str(out))]
@@ -59,15 +61,18 @@ def invoke(folder: Path, out: Path, *args: str) -> Result:
     )
 
 
-def test_the_model_answers_and_hydra_heads_learn_from_it(folder: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hydra", "recurrent"])
+def test_the_model_answers_and_heads_learn_from_it(folder: Path, data: Path, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "heads"
-    result = invoke(folder, out, "--data", str(data), "--self-distill", "--kind", "hydra")
+    args = ["--data", str(data), "--self-distill", "--kind", kind, "--width", "3"]
+    result = invoke(folder, out, *args)
     assert result.exit_code == 0, result.output
     assert "12 prompts, answered by the model itself" in result.stderr
     assert len((out / "answers.jsonl").read_text().splitlines()) == 12
-    assert json.loads((out / "config.json").read_text())["kind"] == "hydra"
+    assert json.loads((out / "config.json").read_text())["kind"] == kind
+    assert json.loads((out / "config.json").read_text())["width"] == 3
     answers = (out / "answers.jsonl").read_text()
-    assert invoke(folder, out, "--data", str(data), "--self-distill", "--kind", "hydra", "--resume").exit_code == 0
+    assert invoke(folder, out, *args, "--resume").exit_code == 0
     assert (out / "answers.jsonl").read_text() == answers, "answers were made twice"
     params = SamplingParams(max_new_tokens=9)
     texts = [LLM(folder, d, device="cpu").generate("count from 3", params)[0].token_ids for d in ("none", str(out))]

@@ -18,7 +18,7 @@ from specdec.training.batches import (
 )
 from specdec.training.config import TrainConfig
 from specdec.training.data import Example
-from specdec.training.loss import HeadsLoss
+from specdec.training.loss import HeadsLoss, Inputs
 from specdec.training.metrics import count_ranks, summarize
 from tests.training import examples
 
@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_those_of_the_whole_product(projection: str, chun
         seen.append(len(x))
         return F.linear(x, head)
 
-    loss, means = HeadsLoss(heads, lm_head, 0.8, chunk_rows * K * V)(hidden, labels, (labels != IGNORE).sum(0))
+    loss, means = HeadsLoss(heads, lm_head, 0.8, chunk_rows * K * V)(Inputs(hidden, labels), (labels != IGNORE).sum(0))
     loss.backward()
     found = [parameter.grad for parameter in heads.parameters()]
     expected = naive(heads, hidden, labels, head, 0.8)
@@ -72,14 +72,29 @@ def test_loss_and_gradients_are_those_of_the_whole_product(projection: str, chun
     assert all(rows <= chunk_rows * K for rows in seen)  # never more of the vocabulary's product than that
 
 
+@pytest.mark.parametrize("chunk_rows", [2, 100])
+def test_soft_labels_are_the_bases_distribution_where_there_is_a_label(chunk_rows: int) -> None:
+    heads = heads_of("shared")
+    hidden, labels, head = inputs()
+    sources, counts = torch.randn(*labels.shape, H, dtype=torch.float64), (labels != IGNORE).sum(0)
+    loss, means = HeadsLoss(heads, lambda x: F.linear(x, head), 0.8, chunk_rows * K * V)(
+        Inputs(hidden, labels, sources=sources), counts
+    )
+    chances, guesses = F.linear(sources, head).softmax(-1), heads(hidden, lambda x: F.linear(x, head)).log_softmax(-1)
+    crossed = -(chances * guesses).sum(-1)  # [T, K]
+    wanted = torch.stack([crossed[labels[:, k] != IGNORE, k].mean() for k in range(K)])
+    torch.testing.assert_close(means, wanted.detach())
+    torch.testing.assert_close(loss, (wanted * torch.tensor([1, 0.8, 0.64], dtype=torch.float64)).sum())
+
+
 def test_no_rows_and_heads_without_labels_give_finite_losses_and_gradients() -> None:
     heads = heads_of("shared")
     hidden, labels, head = inputs()
     labels[:, 1] = IGNORE
     loss = HeadsLoss(heads, lambda x: F.linear(x, head), 0.8)
     counts = (labels != IGNORE).sum(0)
-    torch.testing.assert_close(loss(hidden, labels, counts)[0], naive(heads, hidden, labels, head, 0.8))
-    nothing, _ = loss(hidden[:0], labels[:0], counts)  # this process's share of a small batch
+    torch.testing.assert_close(loss(Inputs(hidden, labels), counts)[0], naive(heads, hidden, labels, head, 0.8))
+    nothing, _ = loss(Inputs(hidden[:0], labels[:0]), counts)  # this process's share of a small batch
     nothing.backward()
     assert nothing.item() == 0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in heads.parameters())
@@ -89,7 +104,7 @@ def test_ranks_are_those_of_a_sort() -> None:
     heads = heads_of("shared")
     hidden, labels, head = inputs(40)
     loss = HeadsLoss(heads, lambda x: F.linear(x, head), 1.0, 7 * K * V)
-    found = summarize(count_ranks(loss, hidden, labels, None))
+    found = summarize(count_ranks(loss, Inputs(hidden, labels)))
     order = heads(hidden, lambda x: F.linear(x, head)).argsort(-1, descending=True)
     for k in range(K):
         known = labels[:, k] != IGNORE
@@ -108,6 +123,7 @@ def test_a_label_is_the_token_that_many_places_behind_the_root() -> None:
     assert batch.rows.tolist() == [0, 5, 6, 7]
     assert batch.labels.tolist() == [[7, IGNORE], [3, IGNORE], [IGNORE, 9], [9, IGNORE]]
     assert batch.following.tolist() == [[6, 7], [2, 3], [3, 4], [4, 9]]
+    assert batch.sources.tolist() == [[1, 2], [6, 7], [7, 8], [8, 9]]  # those of the tokens before the labels
     assert label_counts([short, long], 2) == [3, 1]
     assert make_batch([], 2).rows.tolist() == []
 

@@ -29,6 +29,7 @@ class Batch:
         rows: [T] int64, places in the flattened [B * L] from which some head has a label.
         labels: [T, K] int64; that of head k at position t is token t + 2 + k, IGNORE where that is no answer token.
         following: [T, K] int64; token t + 1 + k, which head k may see; 0 behind the end, where no label is.
+        sources: [T, K] int64, the places in the flattened [B * L] that yield the labels; any place where no label is.
     """
 
     input_ids: Tensor
@@ -36,10 +37,11 @@ class Batch:
     rows: Tensor
     labels: Tensor
     following: Tensor
+    sources: Tensor
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device."""
-        tensors = (self.input_ids, self.attention_mask, self.rows, self.labels, self.following)
+        tensors = (self.input_ids, self.attention_mask, self.rows, self.labels, self.following, self.sources)
         return Batch(*(tensor.to(device) for tensor in tensors))
 
 
@@ -62,7 +64,8 @@ def make_batch(examples: Sequence[Example], num_heads: int) -> Batch:
     tokens, is_label = (x.unfold(1, num_heads + 2, 1).flatten(0, 1) for x in (ids, answer))  # [B * L, K + 2]
     labels = tokens[:, 2:].masked_fill(~is_label[:, 2:], IGNORE)
     rows = (labels != IGNORE).any(1).nonzero()[:, 0]
-    return Batch(ids[:, :length], mask[:, :length], rows, labels[rows], tokens[rows, 1 : num_heads + 1])
+    sources = (rows[:, None] + 1 + torch.arange(num_heads)).clamp(max=len(labels) - 1)
+    return Batch(ids[:, :length], mask[:, :length], rows, labels[rows], tokens[rows, 1 : num_heads + 1], sources)
 
 
 def label_counts(examples: Sequence[Example], num_heads: int) -> list[int]:

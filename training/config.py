@@ -19,6 +19,7 @@ class TrainConfig:
         weight_decay: AdamW's.
         clip: largest norm of the gradient; None leaves it alone.
         seed: of the order of the examples.
+        soft_labels: heads learn the base's whole distribution at each label, not the one token that stands there.
         eval_every: steps between evaluations on the held-out examples; the last step is always followed by one.
         save_every: steps between checkpoints; the last step is always followed by one.
 
@@ -34,6 +35,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     clip: float | None = 1.0
     seed: int = 0
+    soft_labels: bool = True
     eval_every: int = 100
     save_every: int = 100
 
@@ -47,6 +49,8 @@ class TrainConfig:
             value = getattr(self, name)
             if not (name == "clip" and value is None) and not (_is_number(value) and 0 < value <= most):
                 raise ConfigError(f"{name} must be above 0 and at most {most}, not {value!r}")
+        if type(self.soft_labels) is not bool:
+            raise ConfigError(f"soft_labels must be True or False, not {self.soft_labels!r}")
         if not (_is_number(self.weight_decay) and 0 <= self.weight_decay < 1):
             raise ConfigError(f"weight_decay must be from 0 to below 1, not {self.weight_decay!r}")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from specdec.drafters.draft_heads import DraftHeads, HeadsConfig
+from specdec.drafters.draft_heads import DraftHeads, HeadsConfig, KindName
 from specdec.drafters.heads import base_fingerprint, make_heads
 from specdec.errors import UnsupportedModel
 from specdec.training.batches import Batch
@@ -50,14 +50,14 @@ class FrozenBase:
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Tensor:
-        """Return the final hidden states, behind the last norm, at the batch's rows: [T, H] in the base's dtype."""
+        """Return the final hidden states, behind the last norm, of all tokens: [B * L, H] in the base's dtype."""
         if not len(batch.rows):
-            return self.head_weight.new_zeros(0, self.head_weight.shape[1])
+            return self.head_weight.new_zeros(batch.input_ids.numel(), self.head_weight.shape[1])
         body = self.model.base_model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, return_dict=True
         )
         hidden: Tensor = body.last_hidden_state
-        return hidden.flatten(0, 1)[batch.rows]
+        return hidden.flatten(0, 1)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -93,7 +93,8 @@ def new_heads(
     num_heads: int,
     num_layers: int,
     projection: Literal["own", "shared"],
-    kind: Literal["medusa", "hydra"] = "medusa",
+    kind: KindName = "medusa",
+    width: int | None = None,
 ) -> DraftHeads:
     """Make untrained heads for a base: fp32, on its device, each saying what the base's own head says.
 
@@ -110,6 +111,7 @@ def new_heads(
         projection=projection,
         base_fingerprint=base_fingerprint(model),
         kind=kind,
+        width=width,
     )
     heads = make_heads(config, base.device, torch.float32)
     heads.copy_projection(base.head_weight)

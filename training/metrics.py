@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.drafters.medusa_heads import HeadsConfig
 from specdec.hub.cache import replace_file
 from specdec.training.batches import IGNORE
-from specdec.training.loss import HeadsLoss, chunks
+from specdec.training.loss import HeadsLoss, Inputs, chunks
 
 RANKS = 10
 METRICS_FILE = "metrics.jsonl"
@@ -48,23 +48,21 @@ def empty_ranks(config: HeadsConfig, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def count_ranks(loss: HeadsLoss, hidden: Tensor, labels: Tensor, following: Tensor | None) -> Tensor:
+def count_ranks(loss: HeadsLoss, inputs: Inputs) -> Tensor:
     """Return sums from which `summarize` makes an evaluation.
 
     Args:
         loss: with the heads.
-        hidden: [T, H] final hidden states.
-        labels: [T, K] int64, IGNORE where there is none.
-        following: [T, K, H], for heads that see the tokens that follow.
+        inputs: of a batch; its labels count, whatever the loss is taken against.
 
     Returns:
         [K, 2 + ranks] float64: labels, their summed cross-entropy, and how many stand at each rank.
     """
-    sums = empty_ranks(loss.heads.config, hidden.device)
+    sums = empty_ranks(loss.heads.config, inputs.hidden.device)
     ranks = sums.shape[1] - 2
-    states = loss.states(hidden, following)
-    for rows, targets in chunks(states, labels, loss.chunk_rows):
-        logits = loss.logits(rows)  # [R, K, V]
+    states = loss.states(inputs)
+    for rows in chunks(len(states), loss.chunk_rows):
+        logits, targets = loss.logits(states[rows]), inputs.labels[rows]  # [R, K, V], [R, K]
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
         hits = logits.topk(ranks).indices == targets[..., None]  # IGNORE is no token
         parts = ((targets != IGNORE)[..., None], losses.view_as(targets)[..., None], hits)

@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from specdec.drafters.draft_heads import DraftHeads
 from specdec.training.batches import cut, label_counts, make_batch
 from specdec.training.config import TrainConfig
 from specdec.training.data import Example
 from specdec.training.hidden import FrozenBase
-from specdec.training.loss import HeadsLoss, sees_following
+from specdec.training.loss import HeadsLoss, Inputs, sees_following
 from specdec.training.metrics import Evaluation, count_ranks, empty_ranks, summarize
 
 if TYPE_CHECKING:
@@ -49,9 +48,9 @@ class Stepper:
         Returns:
             The loss, and the mean cross-entropy of each head. If the loss isn't finite, the weights stay as they were.
         """
-        hidden, labels, following = self._inputs(self._share(examples))
-        counts = torch.tensor(label_counts(examples, self.heads.config.num_heads), device=hidden.device)
-        loss, means = self._module(hidden, labels, counts, following)
+        inputs = self._inputs(self._share(examples))
+        counts = torch.tensor(label_counts(examples, self.heads.config.num_heads), device=self.base.device)
+        loss, means = self._module(inputs, counts)
         parts = self.accelerator.reduce(torch.cat([loss.detach()[None], means]), "sum")
         self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged over the processes
         value, *head_losses = parts.tolist()
@@ -70,14 +69,18 @@ class Stepper:
         share = sorted(self._share(examples), key=_length)
         for batch in cut(share, _length, self._config.batch_tokens):
             with self.accelerator.autocast():
-                sums += count_ranks(self._loss, *self._inputs(batch))
+                sums += count_ranks(self._loss, self._inputs(batch))
         return summarize(self.accelerator.reduce(sums, "sum"))
 
-    def _inputs(self, examples: list[Example]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states [T, H], labels [T, K] and, for heads that see them, embeddings [T, K, H]."""
+    def _inputs(self, examples: list[Example]) -> Inputs:
         batch = make_batch(examples, self.heads.config.num_heads).to(self.base.device)
-        following = self.base.embed(batch.following) if sees_following(self.heads) else None
-        return self.base.hidden(batch), batch.labels, following
+        hidden = self.base.hidden(batch)
+        return Inputs(
+            hidden[batch.rows],
+            batch.labels,
+            self.base.embed(batch.following) if sees_following(self.heads) else None,
+            hidden[batch.sources] if self._config.soft_labels else None,
+        )
 
     def _share(self, examples: list[Example]) -> list[Example]:
         return examples[self.accelerator.process_index :: self.accelerator.num_processes]

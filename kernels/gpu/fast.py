@@ -1,7 +1,7 @@
 """Matrix products where bits may depend on the number of rows: the fastest kernel for each size.
 
-One row of a small matrix takes a matrix-vector kernel without matrix instructions, many rows take the library's
-product, and the others the deterministic one, which is as fast there.
+One row takes a matrix-vector kernel without matrix instructions, many rows take the library's product, and the others
+the deterministic one, which is as fast there.
 """
 
 import torch
@@ -16,8 +16,8 @@ from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 
 FEW_ROWS = 64
 """Up to here the deterministic product is as fast as the library's."""
-SMALL_MATRIX = 1 << 22
-"""Elements up to which the matrix-vector kernel is the faster one (`benchmarks/results/products_h100.json`)."""
+SHORT_K, MANY_OUT = 2048, 32768
+"""A matrix of shorter rows than this and more of them, a small model's head, takes the deterministic product."""
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _gemv_kernel(
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x @ weight.T + bias: [N, in], [out, in], [out] or None → [N, out]."""
-    if len(x) == 1 and weight.numel() <= SMALL_MATRIX:
+    if _is_for_gemv(x, weight):
         return _gemv(x, weight, bias, None)
     return F.linear(x, weight, bias) if len(x) > FEW_ROWS else exact.linear(x, weight, bias)
 
@@ -59,21 +59,26 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """Return activation(gate) · up of a merged projection: [N, in], [2 I, in], [2 I] or None → [N, I]."""
     assert activation in ACTIVATIONS
-    if len(x) == 1 and weight.numel() <= SMALL_MATRIX:
+    if _is_for_gemv(x, weight):
         return _gemv(x, weight, bias, activation)
     if len(x) > FEW_ROWS:
         return act_mul(F.linear(x, weight, bias), activation)
     return exact.gated_linear(x, weight, bias, activation)
 
 
+def _is_for_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    out, k = weight.shape
+    return len(x) == 1 and (k >= SHORT_K or out < MANY_OUT)
+
+
 def _gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
     gated = activation is not None
     out, k = len(weight) // (2 if gated else 1), weight.shape[1]
     y = torch.empty(1, out, dtype=x.dtype, device=x.device)
-    block_out = 4 if out < 4096 else 8 if gated else 16
+    block_out, block_k, warps = (4, 2048, 8) if k >= SHORT_K else (4, min(512, triton.next_power_of_2(k)), 4)
     _gemv_kernel[(triton.cdiv(out, block_out),)](
         x, weight, weight if bias is None else bias, y, out, k, bias is not None, gated, activation or "",
-        block_out, min(512, triton.next_power_of_2(k)), num_warps=4,
+        block_out, block_k, num_warps=warps,
         **overlap(x.device),
     )  # fmt: skip
     return y

@@ -5,7 +5,7 @@ the tile alone depends on the number of rows. Few rows are bound by the weight's
 multiprocessor to work and several of their loads in flight.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,12 +27,17 @@ class Tile:
     stages: int
 
 
-def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1) -> Tile:
-    """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k].
+def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int = 2) -> Tile:
+    """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k] of `itemsize` bytes an element.
 
     The fastest of `benchmarks/results/products_h100.json`, where weights come from memory: `kernels_gpu.py products
     --search` tries many.
     """
+    tile = _tile_of_two_bytes(num_rows, out, k, num_weights)
+    return tile if itemsize <= 2 else replace(tile, k=tile.k // 2)  # the loads in flight fill the shared memory
+
+
+def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Tile:
     if num_rows > 64:
         return Tile(128, 256, 64, 8, 3) if num_weights == 1 else Tile(128, 128, 64, 8, 4)
     rows = 16 if num_rows <= 16 else 64  # a tile of 32 rows was slower than one of 64 that is half empty
@@ -40,13 +45,13 @@ def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1) -> Tile:
         return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
     if k < 2048:
         return Tile(rows, 16 if rows == 64 or k > 1024 else 32, 256 if k > 1024 else 128, 4, 4)
-    if rows < 64:
-        return Tile(rows, 64 // num_weights, 256, 4, 4)
     if num_weights == 2:
-        return Tile(64, 64, 128, 4, 4)
+        return Tile(16, 32, 256, 4, 4) if rows == 16 else Tile(64, 32, 128, 4, 3)
     if out >= 32768:
-        return Tile(64, 128, 128, 8, 3)
-    return Tile(64, 64, 128, 4, 4) if out > 4096 else Tile(64, 32, 256, 4, 4)
+        return Tile(16, 64, 256, 4, 4) if rows == 16 else Tile(64, 128, 128, 8, 3)
+    if rows == 16:
+        return Tile(16, 32, 256, 2, 5)
+    return Tile(64, 64, 128, 4, 5) if out > 4096 else Tile(64, 32, 128, 4, 8)
 
 
 @triton.jit
@@ -60,7 +65,7 @@ def _tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
     return first + inside % height, inside // height
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # compiled for one row alone, the loads of x would not be pipelined
 def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -86,7 +91,7 @@ def _linear_kernel(
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & (col < OUT)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gated_linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -138,7 +143,7 @@ def linear(
     (out, k), n = weight.shape, len(x)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
     if n:
-        t = tile or tile_of(n, out, k)
+        t = tile or tile_of(n, out, k, itemsize=x.element_size())
         _linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None,
             t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
@@ -173,7 +178,7 @@ def gated_linear(
     out, k, n = len(weight) // 2, weight.shape[1], len(x)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
     if n:
-        t = tile or tile_of(n, out, k, num_weights=2)
+        t = tile or tile_of(n, out, k, 2, x.element_size())
         _gated_linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None, activation,
             t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,

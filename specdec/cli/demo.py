@@ -1,9 +1,10 @@
-"""`specdec demo`: Hugging Face's generate, plain decoding and speculation on six prompts, side by side."""
+"""`specdec demo`: Hugging Face's generate, plain decoding and each drafter on six prompts, side by side."""
 
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -24,9 +25,10 @@ ALLOWED_MARGIN = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt's result. Speeds are tokens a second; a margin is set where tokens differ from Hugging Face's."""
+    """One drafter's result on a prompt. Speeds are tokens a second; a margin is set where tokens differ from HF's."""
 
     prompt: str
+    drafter: str
     num_tokens: int
     identical: bool
     margin: float | None
@@ -42,58 +44,81 @@ class Row:
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=64, help="Most tokens an answer.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, writable=True), help="Also write a JSON file.")
 def demo(max_new_tokens: int, json_path: str | None, **options: Any) -> None:
-    """Show on six prompts that the tokens are the same and what speculation gains."""
+    """Show on six prompts that the tokens are the same and what speculation gains.
+
+    Without --drafter n-grams are shown and, where heads are shipped for the model, those heads and both together.
+    """
     from rich.console import Console
 
     console = Console()
-    llm = make_llm(options)
-    console.print(f"model {llm.name}, drafter {llm.engine.drafter.name}, {llm.engine.model.device}, greedy")
+    plain, drafted = _open(options)
+    names = ", ".join(llm.engine.drafter.name for llm in drafted)
+    console.print(f"model {plain.name}, drafter {names}, {plain.engine.model.device}, greedy")
     rows: list[Row] = []
-    shown: Completion | None = None
+    shown: tuple[LLM, Completion] | None = None
     with console.status("warming up") as status:
-        _race(llm, "warm-up", "Say hello.", 8)
+        _race(plain, drafted, "warm-up", "Say hello.", 8)
         for name, prompt in PROMPTS.items():
-            status.update(f"running {name!r} ({len(rows) + 1} of {len(PROMPTS)})")
-            row, completion = _race(llm, name, prompt, max_new_tokens)
-            rows.append(row)
-            if shown is None or row.mean_acceptance_length == max(r.mean_acceptance_length for r in rows):
-                shown = completion
+            status.update(f"running {name!r} ({1 + list(PROMPTS).index(name)} of {len(PROMPTS)})")
+            for llm, (row, completion) in zip(
+                drafted, _race(plain, drafted, name, prompt, max_new_tokens), strict=True
+            ):
+                rows.append(row)
+                if shown is None or row.mean_acceptance_length == max(r.mean_acceptance_length for r in rows):
+                    shown = llm, completion
     _print_table(console, rows)
     assert shown is not None
-    _print_coloured(console, llm, shown)
+    _print_coloured(console, *shown)
     if json_path:
-        _write_json(json_path, llm, rows, max_new_tokens)
+        _write_json(json_path, plain, rows, max_new_tokens)
 
 
-def _race(llm: "LLM", name: str, prompt: str, max_new_tokens: int) -> tuple[Row, "Completion"]:
-    """Answer one prompt in the three ways, one after the other."""
-    from specdec.drafters.none import NoDrafter
+def _open(options: dict[str, Any]) -> "tuple[LLM, list[LLM]]":
+    """The model without a drafter, and with each one that is to be shown: an engine each, on the same weights."""
+    from specdec.drafters.heads import base_fingerprint
+    from specdec.drafters.shipped import NAMES, shipped_folder
+    from specdec.llm import LLM
+
+    first = make_llm(options | {"drafter": "ngram" if options["drafter"] == "auto" else options["drafter"]})
+    names: list[str] = []
+    if options["drafter"] == "auto" and shipped_folder(base_fingerprint(first.hf_model)):
+        names += NAMES
+    plain, *others = (LLM(first.hf_model, name, tokenizer=first.tokenizer) for name in ("none", *names))
+    plain.name = first.name
+    return plain, [first, *others]
+
+
+def _race(
+    plain: "LLM", drafted: "list[LLM]", name: str, prompt: str, max_new_tokens: int
+) -> "list[tuple[Row, Completion]]":
+    """Answer one prompt by Hugging Face, without drafts and with each drafter, one after the other."""
     from specdec.params import SamplingParams
 
-    ids = llm.encode_chat([{"role": "user", "content": prompt}])
+    ids = plain.encode_chat([{"role": "user", "content": prompt}])
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    hf_tokens, hf_seconds = _timed(lambda: _hf_generate(llm, ids, max_new_tokens))
-    drafter = llm.engine.drafter
-    llm.engine.drafter = NoDrafter()
-    try:
-        plain, plain_seconds = _timed(lambda: llm.generate(ids, params)[0])
-    finally:
-        llm.engine.drafter = drafter
-    fast, fast_seconds = _timed(lambda: llm.generate(ids, params)[0])
-    assert fast.token_ids == plain.token_ids or _margin(llm, ids, plain.token_ids, fast.token_ids) < ALLOWED_MARGIN
-    identical = fast.token_ids == hf_tokens
-    row = Row(
-        prompt=name,
-        num_tokens=len(fast.token_ids),
-        identical=identical,
-        margin=None if identical else _margin(llm, ids, hf_tokens, fast.token_ids),
-        hf=len(hf_tokens) / hf_seconds,
-        plain=len(plain.token_ids) / plain_seconds,
-        speculative=len(fast.token_ids) / fast_seconds,
-        mean_acceptance_length=fast.stats.mean_acceptance_length,
-        acceptance_by_depth=fast.stats.acceptance_by_depth,
-    )
-    return row, fast
+    hf_tokens, hf_seconds = _timed(lambda: _hf_generate(plain, ids, max_new_tokens))
+    answer, seconds = _timed(lambda: plain.generate(ids, params)[0])
+    results = []
+    for llm in drafted:
+        fast, fast_seconds = _timed(lambda llm=llm: llm.generate(ids, params)[0])  # type: ignore[misc]
+        assert (
+            fast.token_ids == answer.token_ids or _margin(llm, ids, answer.token_ids, fast.token_ids) < ALLOWED_MARGIN
+        )
+        identical = fast.token_ids == hf_tokens
+        row = Row(
+            prompt=name,
+            drafter=llm.engine.drafter.name,
+            num_tokens=len(fast.token_ids),
+            identical=identical,
+            margin=None if identical else _margin(llm, ids, hf_tokens, fast.token_ids),
+            hf=len(hf_tokens) / hf_seconds,
+            plain=len(answer.token_ids) / seconds,
+            speculative=len(fast.token_ids) / fast_seconds,
+            mean_acceptance_length=fast.stats.mean_acceptance_length,
+            acceptance_by_depth=fast.stats.acceptance_by_depth,
+        )
+        results.append((row, fast))
+    return results
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -124,22 +149,40 @@ def _margin(llm: "LLM", ids: list[int], one: list[int], other: list[int]) -> flo
 
 
 def _print_table(console: "Console", rows: list[Row]) -> None:
+    from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(title="tokens a second; × is spec against HF generate", title_justify="left")
-    table.add_column("prompt", no_wrap=True, min_width=10)
-    for heading in ("tokens", "= HF", "HF", "plain", "spec", "×", "τ"):
+    table = Table(title="tokens a second; × is spec against HF generate", title_justify="left", box=SIMPLE)
+    for heading in ("prompt", "drafter"):
+        table.add_column(heading, no_wrap=True, min_width=10)
+    for heading in ("= HF", "HF", "plain", "spec", "×", "τ"):
         table.add_column(heading, justify="right", no_wrap=True, min_width=max(4, len(heading)))
     table.add_column("by depth", no_wrap=True)
+    before = ""
     for r in rows:
-        speeds = [f"{x:.1f}" for x in (r.hf, r.plain, r.speculative)]
+        first = r.prompt != before
+        speeds = [f"{r.hf:.1f}" if first else "", f"{r.plain:.1f}" if first else "", f"{r.speculative:.1f}"]
         ratio, tau = f"{r.speculative / r.hf:.2f}", f"{r.mean_acceptance_length:.2f}"
-        depths = " ".join(f"{x:.2f}".removeprefix("0") for x in r.acceptance_by_depth[:3])
-        table.add_row(r.prompt, str(r.num_tokens), "yes" if r.identical else "no", *speeds, ratio, tau, depths)
+        depths = " ".join(f"{x:.2f}".removeprefix("0") for x in r.acceptance_by_depth[:2])
+        same = "yes" if r.identical else "no"
+        table.add_row(r.prompt if first else "", r.drafter, same, *speeds, ratio, tau, depths)
+        before = r.prompt
     console.print(table)
+    gains = ", ".join(f"{name} {gain:.2f}" for name, gain in _gains(rows).items())
+    console.print(f"times as fast as plain decoding, geometric mean over the prompts: {gains}")
     for r in rows:
         if r.margin is not None:
-            console.print(f"{r.prompt}: differs from HF where the two best logits are {r.margin:.1e} apart")
+            console.print(
+                f"{r.prompt}, {r.drafter}: differs from HF where the two best logits are {r.margin:.1e} apart"
+            )
+
+
+def _gains(rows: list[Row]) -> dict[str, float]:
+    """Geometric mean over the prompts, by drafter, of the speed against plain decoding."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(row.drafter, []).append(row.speculative / row.plain)
+    return {name: geometric_mean(some) for name, some in ratios.items()}
 
 
 def _print_coloured(console: "Console", llm: "LLM", completion: "Completion") -> None:
@@ -168,7 +211,7 @@ def _write_json(path: str, llm: "LLM", rows: list[Row], max_new_tokens: int) -> 
     result = {
         "command": f"specdec demo --max-new-tokens {max_new_tokens}",
         "model": llm.name,
-        "drafter": llm.engine.drafter.name,
+        "gain_over_plain": _gains(rows),
         "device": str(llm.engine.model.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -39,6 +39,7 @@ def _facts(model: str, device: str, dtype: str, deterministic: bool) -> dict[str
     import torch
 
     from specdec.drafters.registry import DRAFTERS
+    from specdec.drafters.shipped import FOLDER
     from specdec.hub.load import describe
     from specdec.llm import resolve_device, resolve_dtype
 
@@ -55,6 +56,7 @@ def _facts(model: str, device: str, dtype: str, deterministic: bool) -> dict[str
         "threads": torch.get_num_threads(),
         "kernels": _kernels(place, kind, deterministic),
         "drafters": ", ".join(DRAFTERS),
+        "shipped heads": ", ".join(sorted(path.name for path in FOLDER.glob("*/"))) or "none",
         "model": f"{model}: {describe(model)}",
         **_steps(place, kind),
         "cost table": _cost_table(model, place, kind, deterministic),
@@ -81,7 +83,7 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     from specdec.models.families import FAMILIES
     from specdec.verifier.rules import RULES, CoupledRule
 
-    drafters = {name: drafts_on_device(name) for name in [*DRAFTERS, "ngram+…"]}
+    drafters = {name: drafts_on_device(name) for name in [*DRAFTERS, "ngram+…"] if name != "auto"}
     rules = {name: rule is CoupledRule for name, rule in RULES.items()}
 
     def names(of: dict[str, bool], captured: bool) -> str:

@@ -19,7 +19,12 @@ def model_options(command: F) -> F:
     for option in (
         click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU."),
         click.option("--device", default="auto", help="auto takes a GPU where there is one."),
-        click.option("--drafter", default="ngram", help="none, ngram, medusa:PATH, hydra:PATH, or a heads folder."),
+        click.option(
+            "--drafter",
+            default="auto",
+            help="none, ngram, shipped, medusa:PATH, hydra:PATH, or a heads folder; auto takes the heads shipped for "
+            "the model, or else n-grams.",
+        ),
         click.option("--model", default=DEFAULT_MODEL, help="A folder, a hub id, or a name that `specdec pull` knows."),
     ):
         command = option(command)

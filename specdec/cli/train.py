@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,26 @@ def train() -> None:
 @click.option("--self-distill", is_flag=True, help="The model answers the prompts of --data anew.")
 @click.option("--num-prompts", default=2000, help="How many prompts the model writes with `--prompts self`.")
 @click.option("--answer-tokens", default=256, help="Most tokens of the model's own answers.")
-@click.option("--temperature", default=0.7, help="Of the model's own answers.")
+@click.option(
+    "--temperature",
+    "temperatures",
+    multiple=True,
+    default=(0.0, 0.7),
+    show_default=True,
+    help="Of the model's own answers; several are taken in turn.",
+)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Becomes the folder of the heads.")
 @click.option(
-    "--kind", type=click.Choice(["medusa", "hydra"]), default="medusa", help="Hydra's see drafts before them."
+    "--kind",
+    type=click.Choice(["medusa", "hydra", "recurrent"]),
+    default="medusa",
+    help="Hydra's see the drafts before them; recurrent heads too, by one cell for all.",
 )
 @click.option("--heads", "num_heads", default=4, help="How many heads: tokens that can be drafted in a row.")
-@click.option("--layers", "num_layers", default=1, help="Residual blocks of each head.")
+@click.option(
+    "--layers", "num_layers", type=int, help="Residual blocks of each head.  [default: 1; recurrent heads have none]"
+)
+@click.option("--width", type=int, help="Inner size of MLPs, in hidden sizes.  [default: 2 for hydra, 4 for recurrent]")
 @click.option("--projection", type=click.Choice(["shared", "own"]), default="shared", help="The base's, or one a head.")
 @click.option(
     "--base-precision",
@@ -54,6 +68,11 @@ def train() -> None:
 @click.option("--steps", default=1000, help="Optimizer steps, one batch each.")
 @click.option("--batch-tokens", default=8192, help="Most tokens of a batch, padding included; longer examples are cut.")
 @click.option("--lr", default=1e-3, help="Peak learning rate.")
+@click.option(
+    "--soft-labels/--hard-labels",
+    default=True,
+    help="Whether heads learn the model's distribution at each answer token, or the token alone.",
+)
 @click.option("--decay", default=0.8, help="The loss of head k counts decay ** k.")
 @click.option("--warmup", default=40, help="Steps of warm-up before the cosine.")
 @click.option("--seed", default=0, help="Of the order of the examples, and of the model's own prompts and answers.")
@@ -71,7 +90,8 @@ def medusa(**options: Any) -> None:
     The answers are those of --data, or the model's own: to the prompts of --data with --self-distill, or to --prompts.
     Prompts that the model wrote, and its answers, are kept in --out and found there again by --resume.
 
-    Of twenty prompts one, of all at most 64, are held out and measured on. Several processes: `accelerate launch
+    Of twenty prompts one, of all at most 64, are held out and measured on; the tree that suits the heads there is
+    stored with them, and `specdec tree` finds the one that is fastest on this device. Several processes: `accelerate launch
     "$(which specdec)" train medusa …`.
     """
     from specdec.cli.examples import make_examples
@@ -100,7 +120,7 @@ def train_medusa(
         model: the base, on its device.
         examples: of which some are held out.
         config: how to train.
-        options: the command's out, kind, num_heads, num_layers, projection, resume, dtype, as_json.
+        options: the command's out, kind, num_heads, num_layers, width, projection, resume, dtype, as_json.
     """
     from accelerate import PartialState
 
@@ -111,7 +131,9 @@ def train_medusa(
 
     dtype = resolve_dtype(options["dtype"], model.device)
     train_set, held_out = split(examples, min(MOST_HELD_OUT, max(1, len(examples) // 20)))
-    heads = new_heads(model, options["num_heads"], options["num_layers"], options["projection"], options["kind"])
+    kind = options["kind"]
+    num_layers = (0 if kind == "recurrent" else 1) if options["num_layers"] is None else options["num_layers"]
+    heads = new_heads(model, options["num_heads"], num_layers, options["projection"], kind, options["width"])
     with _progress(config.steps) as report:
         result = run(
             model,
@@ -125,13 +147,35 @@ def train_medusa(
             report=report,
         )
     if PartialState().is_main_process:
-        _print_result(result, config.steps, options["out"], options["as_json"])
+        taus = _store_tree(model, held_out, options["out"]) if held_out else {}
+        _print_result(result, config.steps, options["out"], taus, options["as_json"])
+
+
+def _store_tree(model: "PreTrainedModel", held_out: "list[Example]", out: Path) -> dict[int, float]:
+    """Store the tree that the trained heads are accepted deepest with; return the τ expected of each size."""
+    from specdec.cli.tree import MAX_NODES, NUM_RANKS, SIZES
+    from specdec.drafters.heads import load_heads, save_config
+    from specdec.errors import ConfigError
+    from specdec.training.accuracies import joint_ranks
+    from specdec.training.trainer import writing
+    from specdec.training.trees import trees_from_ranks
+
+    heads = load_heads(out).to(model.device, model.dtype).requires_grad_(False)
+    try:
+        ranks = joint_ranks(model, heads, held_out, NUM_RANKS).ranks
+    except ConfigError as error:
+        click.echo(f"no tree was stored: {error}", err=True)
+        return {}
+    sizes = trees_from_ranks(ranks, NUM_RANKS, MAX_NODES)
+    with writing(out):
+        save_config(replace(heads.config, tree=tuple(sizes.choices) or None), out)
+    return {n: sizes.tau(n) for n in SIZES if n <= len(sizes.taus)}
 
 
 def _config(options: Mapping[str, Any]) -> "TrainConfig":
     from specdec.training.config import TrainConfig
 
-    names = ("steps", "batch_tokens", "lr", "decay", "warmup", "seed", "eval_every", "save_every")
+    names = ("steps", "batch_tokens", "lr", "decay", "warmup", "seed", "soft_labels", "eval_every", "save_every")
     return TrainConfig(**{name: options[name] for name in names})
 
 
@@ -197,16 +241,18 @@ def _accuracies(top1: list[float], top5: list[float]) -> str:
     return "held-out top-1/top-5 by head " + " ".join(f"{a:.2f}/{b:.2f}" for a, b in zip(top1, top5, strict=True))
 
 
-def _print_result(result: "TrainResult", steps: int, out: Path, as_json: bool) -> None:
+def _print_result(result: "TrainResult", steps: int, out: Path, taus: Mapping[int, float], as_json: bool) -> None:
     found = result.evaluation
     if as_json:
         measured = {"top1": found.top(1), "top5": found.top(5), "accuracies": found.accuracies} if found else {}
         loss = None if math.isnan(result.loss) else result.loss
         line = {"out": str(out), "steps": steps, "loss": loss, "skipped": result.num_skipped}
-        click.echo(json.dumps(line | measured | {"plot": result.plotted}))
+        click.echo(json.dumps(line | measured | {"expected_tau": taus, "plot": result.plotted}))
         return
     if found is not None:
         click.echo(_accuracies(found.top(1), found.top(5)))
+    if taus:
+        click.echo("expected τ by nodes of the tree " + ", ".join(f"{n}: {tau:.2f}" for n, tau in taus.items()))
     if result.num_skipped:
         click.echo(f"{result.num_skipped} batches had no answer token and were skipped")
     if not result.plotted:

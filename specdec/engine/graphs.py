@@ -26,6 +26,8 @@ CONTEXTS = (1024, 2048, 8192, 32768)
 """Bounds of a bucket's contexts; beyond the last one it is the longest sequence."""
 MAX_ROWS = 1024
 """Most rows of a captured step: graphs hold their intermediate tensors."""
+ADMIT_EVERY = 8
+"""Steps between two admissions: the eager step that lets requests in takes as long as many captured ones."""
 AHEAD = 64
 """Slots reserved beyond what the next steps may need, where blocks are free."""
 _RING = 4  # buffers that the device copies to and from; at most two steps are in flight
@@ -109,6 +111,7 @@ class StepGraphs:
     _flying: deque[_Launched] = field(default_factory=deque)
     _captured: dict[Bucket, Captured] = field(default_factory=dict)
     _launches: int = 0
+    _first_launch: int = 0
     _table_sizes: list[int] = field(default_factory=list)
     _tables: list[Tensor] = field(init=False)
     _results: list[Tensor] = field(init=False)
@@ -160,7 +163,7 @@ class StepGraphs:
     def _bucket(self) -> Bucket | None:
         """The shapes of the next step, its blocks reserved; None if it can't be launched."""
         running = self.scheduler.running
-        if not running or self.scheduler.can_admit():
+        if not running or (self._may_admit() and self.scheduler.can_admit()):
             return None
         if not (self._still_fits(running) if self._loaded else _can_load(running)):
             return None
@@ -172,6 +175,9 @@ class StepGraphs:
             return None
         cuts = any(r.params.cuts for r in running)
         return bucket_of(places, nodes, longest, self.max_model_len, cuts)
+
+    def _may_admit(self) -> bool:
+        return not self._loaded or self._launches - self._first_launch >= ADMIT_EVERY
 
     def _still_fits(self, running: Sequence[Request]) -> bool:
         """Whether all that run are on the device, and in more than a quarter of its places."""
@@ -187,7 +193,7 @@ class StepGraphs:
         return max(n for n in (*NODE_COUNTS, most) if n <= max(1, wanted))  # few sizes, the whole tree among them
 
     def _load(self) -> None:
-        self._loaded = list(self.scheduler.running)
+        self._loaded, self._first_launch = list(self.scheduler.running), self._launches
         self._table_sizes = [-1] * len(self._loaded)
         self._state.load(self._loaded)
         if isinstance(self.drafter, KeepsHidden):

@@ -151,7 +151,8 @@ class StopChecker:
     start of a stop string.
 
     Args:
-        params: its `max_new_tokens`, `stop`, `stop_token_ids`, `ignore_eos` and `skip_special_tokens` are read.
+        params: its `max_new_tokens`, `stop`, `stop_token_ids`, `ignore_eos`, `skip_special_tokens` and `detokenize` are
+            read.
         eos_token_ids: the model's EOS tokens; a config may list several.
         tokenizer: makes the text; None for token-only use, where the text is empty.
         prompt_token_ids: the tokens before the output, as for `IncrementalDetokenizer`.
@@ -175,7 +176,7 @@ class StopChecker:
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._max_tokens = params.max_new_tokens if limit is None else min(limit, params.max_new_tokens)
         self._detokenizer = None
-        if tokenizer is not None:
+        if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._matchers = [_Matcher(stop) for stop in params.stop]
         self._num_tokens = 0

@@ -175,7 +175,7 @@ class Accelerated:
 
 def accelerate(
     model: PreTrainedModel,
-    drafter: str | Drafter = "ngram",
+    drafter: str | Drafter = "auto",
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     drafter_options: Mapping[str, Any] | None = None,
@@ -200,7 +200,7 @@ def accelerate(
 
     Args:
         model: a loaded model that has `generate`; it is put into evaluation mode.
-        drafter: "none", "ngram", "medusa:PATH", the path of a heads folder, or a `Drafter`.
+        drafter: as for `LLM`: "auto" takes the heads that come with the package for this model, or else n-grams.
         tokenizer: for stop strings where a call brings none.
         drafter_options: keyword arguments of the drafter.
         engine_options: fields of `EngineConfig`: max_model_len, max_num_seqs, num_blocks, block_size, ….

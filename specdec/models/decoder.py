@@ -4,7 +4,6 @@ from copy import copy
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from specdec.cache.pages import KVLayout, KVPages
@@ -58,7 +57,7 @@ class Decoder:
         """
         w, ops = self.weights, self.ops
         ropes = self._ropes(batch.attention.positions)
-        residual = F.embedding(batch.input_ids, w.embed)
+        residual = w.embed[batch.input_ids]
         if w.embed_scale is not None:
             residual = residual * w.embed_scale
         x = ops.rmsnorm(residual, w.layers[0].attn_norm, w.eps)

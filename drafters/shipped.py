@@ -1,0 +1,58 @@
+"""Draft heads that come with the package, found by the base that they were trained for."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from specdec.drafters.heads import CONFIG_FILE, base_of_heads, heads_kind
+from specdec.drafters.heads_drafter import HeadsDrafter
+from specdec.drafters.ngram import NGramDrafter
+from specdec.drafters.protocol import Drafter, DraftTarget
+from specdec.drafters.registry import make_drafter
+from specdec.errors import ConfigError
+
+FOLDER = Path(str(files("specdec"))) / "heads"
+"""Holds one heads folder for each base."""
+
+NAMES = ("shipped", "ngram+shipped")
+"""The drafters that use shipped heads."""
+AUTO = {"cpu": "ngram+shipped", "cuda": "shipped"}
+"""Which of them "auto" takes on each type of device, where there are heads for the model."""
+
+
+def shipped_folder(fingerprint: str) -> Path | None:
+    """Return the folder of the heads that were trained for a base, or None if there are none.
+
+    Args:
+        fingerprint: the base's, as `specdec.drafters.heads.base_fingerprint` computes it.
+    """
+    found = (file.parent for file in sorted(FOLDER.glob(f"*/{CONFIG_FILE}")))
+    return next((folder for folder in found if base_of_heads(folder) == fingerprint), None)
+
+
+def load_shipped(
+    target: DraftTarget, *, tree: Sequence[Sequence[int]] | None = None, max_nodes: int | None = None
+) -> HeadsDrafter:
+    """Load the heads that come with the package for the target, of whatever kind they are.
+
+    Args:
+        target: the model to draft for.
+        tree, max_nodes: as for the drafters of the kind.
+
+    Raises:
+        ConfigError: there are none for this model, or an option is out of bounds.
+        CheckpointError: they are damaged.
+    """
+    folder = shipped_folder(target.fingerprint)
+    if folder is None:
+        raise ConfigError("no heads come with the package for this model; train some with `specdec train medusa`")
+    drafter = make_drafter(f"{heads_kind(folder)}:{folder}", target, tree=tree, max_nodes=max_nodes)
+    assert isinstance(drafter, HeadsDrafter)
+    return drafter
+
+
+def auto(target: DraftTarget | None = None) -> Drafter:
+    """Return the default drafter: shipped heads where there are some for the target, else n-grams."""
+    if target is None or shipped_folder(target.fingerprint) is None:
+        return NGramDrafter()
+    return make_drafter(AUTO[target.device.type], target)
