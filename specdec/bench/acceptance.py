@@ -1,6 +1,5 @@
 """`bench acceptance`: every system over every category and batch size. Keeps what is measured as it comes."""
 
-import gc
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +11,22 @@ from transformers import PreTrainedModel
 
 from specdec.bench.counts import total
 from specdec.bench.dataset import Prompt, load_prompts
-from specdec.bench.environment import environment, memory_bytes, reset_peak
+from specdec.bench.environment import environment, memory_bytes, release_memory, reset_peak
 from specdec.bench.results import Cell, Divergence, Failure, Result, Settings, read_result, same_settings, write_json
 from specdec.bench.summary import summarize
-from specdec.bench.systems import PLAIN, Answer, Room, System, check_system, is_peer, open_system
-from specdec.errors import ConfigError, SpecdecError
-from specdec.hub.load import Loaded, load
-from specdec.llm import resolve_device, resolve_dtype
+from specdec.bench.systems import (
+    PLAIN,
+    Answer,
+    Room,
+    System,
+    check_system,
+    expected_errors,
+    fitting,
+    load_target,
+    open_system,
+)
+from specdec.errors import ConfigError
+from specdec.hub.load import Loaded
 from specdec.params import MAX_SEED, SamplingParams
 
 SPLIT_PROMPTS = 3
@@ -33,11 +41,6 @@ class _Case:
 
     name: str
     max_nodes: int | None = None
-
-    @property
-    def expected(self) -> tuple[type[Exception], ...]:
-        """What ends this system alone: of a peer anything, for its faults aren't ours; else our named errors."""
-        return (Exception,) if is_peer(self.name) else (SpecdecError,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,8 @@ def run(settings: Settings, out: Path | None = None, *, resume: bool = False, re
         check_system(name)
     prompts = load_prompts(settings.prompts, settings.categories, settings.num_prompts)
     before = _earlier(settings, out, resume)
-    device = resolve_device(settings.device)
-    loaded = load(settings.model, dtype=resolve_dtype(settings.dtype, device), device=device)
-    if loaded.tokenizer is None:
-        raise ConfigError(f"model {loaded.name!r} has no tokenizer to read prompts with")
-    result = before or Result(settings, environment(device, loaded.model.dtype))
+    loaded = load_target(settings.model, settings.device, settings.dtype)
+    result = before or Result(settings, environment(loaded.model.device, loaded.model.dtype))
     runner = _Runner(settings, loaded, _ask(prompts, loaded, settings), result, out, report or (lambda *_: None))
     runner.run()
     return result
@@ -119,9 +119,7 @@ class _Runner:
             missing = self._missing(case)
             if missing:
                 self._run_case(case, missing)
-                if self.loaded.model.device.type == "cuda":  # the next system needs the memory of this one
-                    gc.collect()
-                    torch.cuda.empty_cache()
+                release_memory(self.loaded.model.device)
         self.report(self.result, "")
 
     def _missing(self, case: _Case) -> list[tuple[int, str]]:
@@ -134,23 +132,22 @@ class _Runner:
         self.report(self.result, f"{case.name}: starting")
         try:
             system = self._open(case)
-        except case.expected as error:
+        except expected_errors(case.name) as error:
             self._fail(case, None, None, error)
             return
         for batch_size, category in missing:
             self.report(self.result, f"{case.name}: {category}, batch {batch_size}")
             try:
                 cell = self._measure(case, system, category, batch_size)
-            except case.expected as error:
+            except expected_errors(case.name) as error:
                 self._fail(case, category, batch_size, error)
             else:
                 self.result.cells.append(cell)
                 self._save()
 
     def _open(self, case: _Case) -> System:
-        wanted = max(len(one.ids) for one in self.asked) + self.settings.max_new_tokens
-        longest = getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None) or wanted
-        room = Room(max(self.settings.batch_sizes), min(wanted, longest), case.max_nodes)
+        longest = max(len(one.ids) for one in self.asked) + self.settings.max_new_tokens
+        room = Room(max(self.settings.batch_sizes), fitting(self.loaded, longest), case.max_nodes)
         return open_system(case.name, self.loaded, room, deterministic=self.settings.deterministic)
 
     def _measure(self, case: _Case, system: System, category: str, batch_size: int) -> Cell:

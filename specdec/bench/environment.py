@@ -1,5 +1,6 @@
 """What a result was measured on, and how much memory is in use."""
 
+import gc
 import platform
 import sys
 from datetime import UTC, datetime
@@ -44,6 +45,13 @@ def memory_bytes(device: torch.device) -> int | None:
         return None
     (kilobytes,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
     return int(kilobytes) * 1024
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what systems that are gone held on a GPU: the next one may need it."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _version(name: str) -> str | None:

@@ -1,6 +1,7 @@
 """Hugging Face's own `generate` as a peer: as it is, compiled over a static cache, and with its two ways to draft."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ class HFGenerate:
     Args:
         loaded: the target.
         path: none is used.
-        room: none is needed.
+        room: its size of batches is used.
     """
 
     exact = False
@@ -39,11 +40,16 @@ class HFGenerate:
         self._options: dict[str, Any] = {}
 
     def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """Answer prompts together; the seed of a batch is its first one's."""
+        """Answer prompts in batches of the room's size; the seed of a batch is its first one's."""
+        size = self._room.num_seqs
+        batches = [(prompts[i : i + size], params[i]) for i in range(0, len(prompts), size)]
+        return [answer for batch, first in batches for answer in self._batch(batch, first)]
+
+    def _batch(self, prompts: Sequence[list[int]], first: SamplingParams) -> list[Answer]:
         longest = max(map(len, prompts))
         rows = [[self._pad] * (longest - len(ids)) + ids for ids in prompts]
         masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-        device, first = self._loaded.model.device, params[0]
+        device = self._loaded.model.device
         torch.manual_seed(first.seed or 0)
         sampling = {"do_sample": True, "temperature": first.temperature, "top_k": 0, "top_p": 1.0}
         out: Any = self._loaded.model.generate(
@@ -83,9 +89,8 @@ class HFCompiled(HFGenerate):
 class _OneByOne(HFGenerate):
     """transformers drafts for one sequence at a time."""
 
-    def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """Answer prompts one behind the other."""
-        return [super(_OneByOne, self).answer([ids], [p])[0] for ids, p in zip(prompts, params, strict=True)]
+    def __init__(self, loaded: Loaded, path: str | None, room: Room) -> None:
+        super().__init__(loaded, path, replace(room, num_seqs=1))
 
 
 class HFPromptLookup(_OneByOne):

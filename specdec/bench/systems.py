@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from specdec.bench.parts import watched
 from specdec.drafters.registry import DRAFTERS, check_drafter
 from specdec.engine.config import EngineConfig
-from specdec.errors import ConfigError
-from specdec.hub.load import Loaded
-from specdec.llm import LLM
+from specdec.errors import ConfigError, SpecdecError
+from specdec.hub.load import Loaded, load
+from specdec.llm import LLM, resolve_device, resolve_dtype
 from specdec.outputs import SpeculationStats
 from specdec.params import SamplingParams
 
@@ -105,6 +105,26 @@ class EngineSystem:
         return Split(parts.draft, parts.forward, parts.accept, host, len(prompts), tree)
 
 
+def load_target(model: str, device: str, dtype: str) -> Loaded:
+    """Load the model that is measured.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CheckpointError: it can't be used.
+        ConfigError: it has no tokenizer, or device or dtype are unknown.
+    """
+    place = resolve_device(device)
+    loaded = load(model, dtype=resolve_dtype(dtype, place), device=place)
+    if loaded.tokenizer is None:
+        raise ConfigError(f"model {loaded.name!r} has no tokenizer to read prompts with")
+    return loaded
+
+
+def fitting(loaded: Loaded, num_tokens: int) -> int:
+    """Return that many tokens, or as many as the model has positions."""
+    config: Any = loaded.model.config.get_text_config()
+    return min(num_tokens, getattr(config, "max_position_embeddings", None) or num_tokens)
+
+
 def make_llm(loaded: Loaded, drafter: str, room: Room, **options: Any) -> LLM:
     """Return an LLM that measures fairly: with room for the whole batch, and no prompt known from an earlier run.
 
@@ -162,15 +182,24 @@ def is_peer(name: str) -> bool:
     return name.partition(":")[0] in PEERS
 
 
-def check_system(name: str) -> None:
+def expected_errors(name: str) -> tuple[type[Exception], ...]:
+    """Return what ends a system alone: of a peer anything, for its faults aren't ours; else our named errors."""
+    return (Exception,) if is_peer(name) else (SpecdecError,)
+
+
+def check_system(name: str, peers: bool = True) -> None:
     """Check a system's name before anything is loaded.
 
+    Args:
+        name: "plain", a drafter's name or, with `peers`, a peer's.
+        peers: whether peers can be measured here.
+
     Raises:
-        ConfigError: it is neither "plain", a peer's name nor a drafter's.
+        ConfigError: it is none of these.
     """
-    if name == PLAIN or is_peer(name):
+    if name == PLAIN or (peers and is_peer(name)):
         return
-    known = [PLAIN, *PEERS]
+    known = [PLAIN, *(PEERS if peers else ())]
     close = difflib.get_close_matches(name, known, n=1)
     if close and not difflib.get_close_matches(name, DRAFTERS, n=1):
         raise ConfigError(f"unknown system {name!r}; did you mean {close[0]!r}? known: {', '.join(known)}")
