@@ -28,6 +28,7 @@ class FakeServer:
     fault: str = ""
     counts: bool = True
     url: str = ""
+    heads: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
     sent: list[list[float]] = field(default_factory=list)
@@ -59,6 +60,7 @@ class FakeServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            self.heads.append(head)
             length = next((int(x.split(":")[1]) for x in head.lower().split("\r\n") if "content-length" in x), 0)
             body = await reader.readexactly(length)
             if head.startswith("GET /v1/models"):

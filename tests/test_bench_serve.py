@@ -88,6 +88,14 @@ def test_tokens_that_nobody_counted_have_no_times_of_their_own() -> None:
     assert run["inter_token_ms"] is None and run["inter_chunk_ms"] is not None
 
 
+def test_a_key_is_sent_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    with FakeServer().running() as server:
+        assert bench(server, "--json", str(tmp_path / "out.json")).exit_code == 0
+    assert len(server.heads) == 5 and all("authorization: bearer sesame" in head.lower() for head in server.heads)
+    assert "sesame" not in (tmp_path / "out.json").read_text()
+
+
 def test_rates_and_concurrency_are_kept(tmp_path: Path) -> None:
     with FakeServer().running() as server:
         args = ["--request-rate", "50,inf", "--max-concurrency", "2", "--save-result", "--result-dir", str(tmp_path)]

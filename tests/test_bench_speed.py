@@ -10,10 +10,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from specdec import LLM, SamplingParams
-from specdec.bench import seeds
+from specdec.bench import mechanisms
 from specdec.bench.dataset import Prompt
 from specdec.bench.kernels import Roofline, Timed, measure_kernels, measure_roofline, timed
-from specdec.bench.seeds import ROWS, Bench, Row, compare, measure_rows
+from specdec.bench.mechanisms import Bench, Row, compare
+from specdec.bench.seeds import ROWS, measure_rows
 from specdec.bench.speed import Work, make_work, measure_latency, measure_throughput
 from specdec.bench.systems import PEERS, has_option, load_target, make_llm
 from specdec.cli.main import main
@@ -94,7 +95,7 @@ def test_all_ops_of_a_layer_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_mechanism_is_measured_on_and_off_or_says_why_not(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeds, "REPEATS", 1)
+    monkeypatch.setattr(mechanisms, "REPEATS", 1)
     rows = dict(zip(ROWS, measure_rows(Bench(work, 2, "medusa"), (), lambda doing: None), strict=True))
     always = {"continuous-batching", "packed-prefill", "paged-pool", "fused-operators", "ngram-drafts"}
     for name in always:
@@ -109,6 +110,13 @@ def test_each_mechanism_is_measured_on_and_off_or_says_why_not(work: Work, monke
     ):
         assert rows[name].ratio is None and rows[name].on is None and why in rows[name].how
         assert rows[name].how.startswith("not available: ")
+
+
+def test_prompts_of_all_parts_run_together(work: Work) -> None:
+    assert Bench(work, 2, "").together == [work.prompts[0], work.prompts[2]]
+    assert Bench(work, 9, "").together == work.prompts
+    lengths = [p.max_new_tokens for p in Bench(work, 2, "").lengths()]
+    assert len(set(lengths)) > 1 and max(lengths) <= 6 and len(lengths) == 4
 
 
 def test_both_sides_run_by_turns_after_a_warm_up() -> None:
@@ -131,7 +139,7 @@ def test_padded_and_packed_prompts_are_counted_alike(work: Work) -> None:
     seen: list[Any] = []
     original = llm.generate
     llm.generate = lambda prompts, params: seen.append((prompts, params)) or original(prompts, params)  # type: ignore
-    assert seeds.prompt_tokens_per_second(llm, work.prompts, 100) > 0
+    assert mechanisms.prompt_tokens_per_second(llm, work.prompts, 100) > 0
     assert seen == [(work.prompts, SamplingParams(max_new_tokens=1))]
 
 

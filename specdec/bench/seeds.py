@@ -3,114 +3,32 @@
 A row whose mechanism this build or device lacks says why and has no figures.
 """
 
-import random
-import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from specdec.bench.environment import release_memory
-from specdec.bench.speed import Work
+from specdec.bench.mechanisms import (
+    BLOCK,
+    Bench,
+    Row,
+    compare,
+    missing,
+    prompt_tokens_per_second,
+    tokens_per_second,
+)
 from specdec.bench.systems import PLAIN, Room, fitting, has_option, make_llm
 from specdec.build import build_engine
 from specdec.errors import ConfigError, UnsupportedModel
 from specdec.kernels.ops import TORCH_OPS
-from specdec.llm import LLM
 from specdec.models.decoder import Decoder
 from specdec.models.hf import HFModel
 from specdec.params import SamplingParams
 from specdec.verifier.nodes import NodeContext, VerifyQuery
 from specdec.verifier.processors import process_logits
 from specdec.verifier.rules import choose
-
-BLOCK = 16
-REPEATS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One mechanism.
-
-    Args:
-        name: what it is.
-        on, off: the measured figure with it and without it; None where it isn't available.
-        unit: of the figures; more is better.
-        how: what was measured; or why it isn't available.
-    """
-
-    name: str
-    on: float | None
-    off: float | None
-    unit: str
-    how: str
-
-    @property
-    def ratio(self) -> float | None:
-        """On against off; below 1 where the mechanism costs more than it gains here."""
-        return None if self.on is None or self.off is None else self.on / self.off
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """What the rows share.
-
-    Args:
-        work: prompts of different lengths.
-        num_seqs: requests that run at once.
-        heads: a drafter with heads, such as "medusa:PATH".
-    """
-
-    work: Work
-    num_seqs: int
-    heads: str
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        device: torch.device = self.work.loaded.model.device
-        return device
-
-    def llm(self, drafter: str = PLAIN, num_seqs: int | None = None, **options: Any) -> LLM:
-        """An LLM with room for `num_seqs` of the longest requests."""
-        room = self.work.room(num_seqs or self.num_seqs)
-        return make_llm(self.work.loaded, drafter, room, deterministic=self.work.deterministic, **options)
-
-    def lengths(self) -> list[SamplingParams]:
-        """Answers of very different lengths, as in traffic: from an eighth of the most on."""
-        most, draw = self.work.max_new_tokens, random.Random(0)
-        lengths = [draw.randint(max(1, most // 8), most) for _ in self.work.prompts]
-        return [SamplingParams(max_new_tokens=n, ignore_eos=True, seed=0) for n in lengths]
-
-
-def compare(name: str, unit: str, how: str, on: Callable[[], float], off: Callable[[], float]) -> Row:
-    """Run both by turns, once to warm up, and take the medians."""
-    on(), off()
-    pairs = [(on(), off()) for _ in range(REPEATS)]
-    with_it, without = (statistics.median(side) for side in zip(*pairs, strict=True))
-    return Row(name, with_it, without, unit, how)
-
-
-def missing(name: str, why: str) -> Row:
-    """Return the row of a mechanism that isn't there."""
-    return Row(name, None, None, "", f"not available: {why}")
-
-
-def tokens_per_second(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
-    """Answer all prompts and return output tokens a second."""
-    start = perf_counter()
-    answers = llm.generate(prompts, params)
-    return sum(len(a.token_ids) for a in answers) / (perf_counter() - start)
-
-
-def prompt_tokens_per_second(llm: LLM, prompts: list[list[int]], counted: int) -> float:
-    """Answer all prompts with one token each and return how many of the counted prompt tokens that is a second."""
-    start = perf_counter()
-    llm.generate(prompts, SamplingParams(max_new_tokens=1))
-    return counted / (perf_counter() - start)
 
 
 def continuous_batching(bench: Bench) -> Row:
@@ -131,7 +49,7 @@ def continuous_batching(bench: Bench) -> Row:
 
 def packed_prefill(bench: Bench) -> Row:
     """Prompts of different lengths behind each other in one batch, against prompts padded to the longest."""
-    llm, prompts = bench.llm(), bench.work.prompts[: bench.num_seqs]
+    llm, prompts = bench.llm(), bench.together
     counted, longest = sum(map(len, prompts)), max(map(len, prompts))
     padded = [(ids * longest)[:longest] for ids in prompts]
     how = f"{len(prompts)} prompts of {min(map(len, prompts))} to {longest} tokens; off runs the padding too"
@@ -175,7 +93,7 @@ def prefix_reuse(bench: Bench) -> Row:
     if not has_option("enable_prefix_caching"):
         return missing(name, "this build computes each prompt anew")
     shared = max(bench.work.prompts, key=len)
-    prompts = [shared + ids for ids in bench.work.prompts[: bench.num_seqs]]
+    prompts = [shared + ids for ids in bench.together]
     longest = max(map(len, prompts)) + bench.work.max_new_tokens
     room = Room(bench.num_seqs, fitting(bench.work.loaded, longest))
     prompts = [ids[: room.max_len - bench.work.max_new_tokens] for ids in prompts]
@@ -201,17 +119,16 @@ def fused_operators(bench: Bench) -> Row:
         return missing(name, str(error))
     config = fast.engine.config
     slow = build_engine(loaded.model, "none", config, tokenizer=loaded.tokenizer, seed=0, packed=packed)
-    prompts = bench.work.prompts[: bench.num_seqs]
+    prompts = bench.together
 
     def off() -> float:
         start = perf_counter()
-        params = SamplingParams(max_new_tokens=bench.work.max_new_tokens, ignore_eos=True, seed=0)
-        requests = [slow.add(ids, params) for ids in prompts]
+        requests = [slow.add(ids, p) for ids, p in zip(prompts, params, strict=True)]
         while slow.has_work:
             slow.step()
         return sum(r.num_output for r in requests) / (perf_counter() - start)
 
-    params = [SamplingParams(max_new_tokens=bench.work.max_new_tokens, ignore_eos=True, seed=0)] * len(prompts)
+    params = bench.full_length
     how = f"{fast.engine.model.ops.name} ops of our decoder against transformers' layers with our attention"
     return compare(name, "tok/s", how, partial(tokens_per_second, fast, prompts, params), off)
 
@@ -221,8 +138,8 @@ def captured_steps(bench: Bench) -> Row:
     name, on = "captured steps", bench.llm()
     if on.engine.why_no_graphs is not None:
         return missing(name, on.engine.why_no_graphs)
-    off, prompts = bench.llm(cuda_graphs=False), bench.work.prompts[: bench.num_seqs]
-    params = [SamplingParams(max_new_tokens=bench.work.max_new_tokens, ignore_eos=True, seed=0)] * len(prompts)
+    off, prompts = bench.llm(cuda_graphs=False), bench.together
+    params = bench.full_length
     runs = (partial(tokens_per_second, llm, prompts, params) for llm in (on, off))
     return compare(name, "tok/s", f"{len(prompts)} requests at once", *runs)
 
@@ -231,7 +148,7 @@ def device_sampling(bench: Bench) -> Row:
     """The choice by a kernel, against copying the logits to the host and choosing there."""
     name, target = "sampling on the device", bench.llm().engine.model
     if not isinstance(target, Decoder) or target.ops is TORCH_OPS:
-        return missing(name, "the model runs by torch ops, on the host or without kernels for it")
+        return missing(name, "the model runs by torch ops; the kernel needs a GPU")
     from specdec.kernels.gpu.sample import choose as choose_on_device
 
     rows, vocab_size, device = bench.num_seqs, target.vocab_size, target.device
@@ -275,7 +192,7 @@ def _drafts(bench: Bench, name: str, drafter: str) -> Row:
     except ConfigError as error:  # no heads were given, and none come with the package for this model
         return missing(name, str(error))
     off = bench.llm(num_seqs=1)
-    prompts = bench.work.prompts[: bench.num_seqs]
+    prompts = bench.together
     params = [SamplingParams(max_new_tokens=bench.work.max_new_tokens, seed=0)] * len(prompts)
     runs = (partial(tokens_per_second, llm, prompts, params) for llm in (on, off))
     return compare(name, "tok/s", f"{drafter}, one request at a time", *runs)

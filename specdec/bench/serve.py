@@ -78,21 +78,27 @@ Progress = Callable[[float, int], None]
 """Is told the rate and how many of its requests have ended."""
 
 
-def measure_server(settings: ServeSettings, prompts: Sequence[Prompt], progress: Progress) -> list[dict[str, Any]]:
+def measure_server(
+    settings: ServeSettings, prompts: Sequence[Prompt], progress: Progress, api_key: str | None = None
+) -> list[dict[str, Any]]:
     """Send all requests at each rate, one rate after the other, and return one run for each.
 
     Raises:
         SpecdecError: the server can't be reached, or answered no request.
     """
-    return asyncio.run(_measure(settings, prompts, progress))
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return asyncio.run(_measure(settings, prompts, progress, headers))
 
 
-async def _measure(settings: ServeSettings, prompts: Sequence[Prompt], progress: Progress) -> list[dict[str, Any]]:
+async def _measure(
+    settings: ServeSettings, prompts: Sequence[Prompt], progress: Progress, headers: dict[str, str]
+) -> list[dict[str, Any]]:
     import httpx2
 
     runs = []
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx2.AsyncClient(base_url=settings.base_url, timeout=None, limits=limits) as client:
+    made = httpx2.AsyncClient(base_url=settings.base_url, headers=headers, timeout=None, limits=limits)
+    async with made as client:
         try:
             model = settings.model or await _first_model(client)
         except httpx2.HTTPError as error:

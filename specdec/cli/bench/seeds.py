@@ -39,8 +39,9 @@ def seeds(
 
     from specdec.bench.dataset import load_prompts
     from specdec.bench.environment import environment
+    from specdec.bench.mechanisms import Bench
     from specdec.bench.results import write_json
-    from specdec.bench.seeds import ROWS, Bench, measure_rows
+    from specdec.bench.seeds import ROWS, measure_rows
     from specdec.bench.speed import make_work
     from specdec.bench.systems import check_system, load_target
     from specdec.bench.tables import number, simple_table

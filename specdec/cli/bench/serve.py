@@ -1,5 +1,6 @@
 """`specdec bench serve`: load for an OpenAI-compatible server, with the option names of vLLM's."""
 
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,7 +53,7 @@ def serve(
     result_dir: Path,
     **options: Any,
 ) -> None:
-    """Send requests to a server and measure the streams that come back.
+    """Send requests to a server and measure the streams that come back; a key is taken from OPENAI_API_KEY.
 
     TPOT is (end to end − TTFT) / (tokens − 1). Between chunks is the time from one piece of text to the next, which
     speculation lengthens since pieces hold several tokens. Between tokens it is divided by their number, where the
@@ -79,7 +80,7 @@ def serve(
     console = Console()
     with console.status("sending") as status:
         told = lambda rate, done: status.update(f"rate {rate}: {done} of {settings.num_prompts}")  # noqa: E731
-        runs = measure_server(settings, prompts, told)
+        runs = measure_server(settings, prompts, told, os.environ.get("OPENAI_API_KEY"))
     for run in runs:
         console.print(_table(run))
         for error, count in run["errors"].items():
