@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.figures import main as draw_figures
 from specdec.bench.page import page, trees, write_page
 from specdec.bench.plots import load_plot, save_png, tree_places
 from specdec.bench.results import Cell, Divergence, Failure, Result, Settings, read_result, write_json
@@ -140,11 +141,10 @@ def test_figures_have_the_same_bytes_in_every_process(result: Result, tmp_path: 
     (tmp_path / "results").mkdir()
     write_json(tmp_path / "results" / "acceptance_x.json", result.as_json(summarize(result)))
     (tmp_path / "results" / "other.json").write_text('{"rows": []}')
-    made = []
-    for name in ("one", "two"):
-        script = [sys.executable, str(ROOT / "benchmarks/figures.py"), str(tmp_path / "results"), str(tmp_path / name)]
-        subprocess.run(script, check=True, capture_output=True)
-        made.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    arguments = [[str(tmp_path / "results"), str(tmp_path / name)] for name in ("one", "two")]
+    assert CliRunner().invoke(draw_figures, arguments[0]).exit_code == 0
+    subprocess.run([sys.executable, str(ROOT / "benchmarks/figures.py"), *arguments[1]], check=True)
+    made = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two")]
     assert made[0] == made[1]
     assert sorted(made[0]) == [f"acceptance_x-{name}.png" for name in ("depth", "speedup", "tree-ngram")]
     assert all(data.startswith(b"\x89PNG") for data in made[0].values())
