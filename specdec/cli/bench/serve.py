@@ -4,12 +4,15 @@ import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specdec.cli.bench.options import json_option
 from specdec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 DATASETS = ("builtin", "sharegpt", "spec_bench", "humaneval", "custom")
 _METRICS = {
@@ -82,6 +85,7 @@ def serve(
         told = lambda rate, done: status.update(f"rate {rate}: {done} of {settings.num_prompts}")  # noqa: E731
         runs = measure_server(settings, prompts, told, os.environ.get("OPENAI_API_KEY"))
     for run in runs:
+        console.print(_headline(run), soft_wrap=True, highlight=False)
         console.print(_table(run))
         for error, count in run["errors"].items():
             click.echo(f"{count} failed: {error}", err=True)
@@ -104,15 +108,20 @@ def _path(folder: Path, model: str | None) -> Path:
     return folder / f"serve-{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
 
 
-def _table(run: dict[str, Any]) -> Any:
-    from specdec.bench.tables import number, simple_table
+def _headline(run: dict[str, Any]) -> str:
+    from specdec.bench.tables import number
 
     rate = "all at once" if run["request_rate"] is None else f"{run['request_rate']:g} requests a second"
     good = "" if run["request_goodput"] is None else f", {number(run['request_goodput'])} of them within the limits"
-    title = (
+    return (
         f"{rate}: {run['completed']} completed, {run['failed']} failed in {run['duration']:.1f} s; "
         f"{number(run['request_throughput'])} requests/s{good}; {number(run['output_throughput'], 1)} tokens/s"
     )
+
+
+def _table(run: dict[str, Any]) -> "Table":
+    from specdec.bench.tables import number, simple_table
+
     shown = {name: run[key] for key, name in _METRICS.items() if run[key] is not None}
     rows = [[name, *(number(ms[k]) for k in ("mean", "median", "p99"))] for name, ms in shown.items()]
-    return simple_table(title, ("ms", "mean", "median", "p99"), rows)
+    return simple_table("", ("ms", "mean", "median", "p99"), rows)
