@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test cover lint types bench model clean
+.PHONY: demo test cover lint types bench figures model clean
 
 demo: model
 	$(BIN)/specdec demo
@@ -24,6 +24,10 @@ types: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/linear_cpu.py
+
+# The figures of the documents, from the committed results: the same results give the same bytes.
+figures: $(READY)
+	$(BIN)/python benchmarks/figures.py benchmarks/results docs/figures
 
 model: $(READY)
 	@$(BIN)/specdec pull smollm2-135m

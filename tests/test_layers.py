@@ -21,6 +21,7 @@ LAYERS = {
     "specdec.build": 7,
     "specdec.hf": 7,
     "specdec.llm": 7,
+    "specdec.bench": 8,
     "specdec.cli": 8,
     "specdec.encode": 7,
     "specdec.server": 8,
@@ -38,12 +39,7 @@ def sources() -> dict[str, Path]:
     paths = [*(ROOT / "specdec").glob("*.py")]
     for folder in [
         *FOLDERS,
-        "specdec/engine",
-        "specdec/models",
-        "specdec/hub",
-        "specdec/hf",
-        "specdec/cli",
-        "specdec/server",
+        *(f"specdec/{name}" for name in ("engine", "models", "hub", "hf", "bench", "cli", "server")),
     ]:
         paths += (ROOT / folder).rglob("*.py")
     named = {}

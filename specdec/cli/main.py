@@ -3,6 +3,7 @@
 import click
 
 from specdec import __version__
+from specdec.cli.bench.group import bench
 from specdec.cli.chat import chat
 from specdec.cli.demo import demo
 from specdec.cli.export import export
@@ -46,5 +47,5 @@ def main() -> None:
     """Generate several tokens per forward pass without changing what the model says."""
 
 
-for _command in (generate, chat, serve, pull, info, tune, train, tree, export, demo):
+for _command in (generate, chat, serve, pull, info, tune, train, tree, export, demo, bench):
     main.add_command(_command)
