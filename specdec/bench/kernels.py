@@ -137,8 +137,9 @@ def measure_kernels(
 
 def _of(weights: DecoderWeights) -> list[tuple[str, Tensor, bool]]:
     layer = weights.layers[0]
-    plain = [("qkv", layer.qkv), ("o", layer.o), ("down", layer.down), ("head", weights.head)]
-    return [(name, matrix, False) for name, matrix in plain] + [("gate_up", layer.gate_up, True)]
+    named = {"qkv": layer.qkv, "o": layer.o, "down": layer.down, "head": weights.head, "gate_up": layer.gate_up}
+    matrices = {name: matrix for name, matrix in named.items() if isinstance(matrix, Tensor)}  # not quantized ones
+    return [(name, matrix, name == "gate_up") for name, matrix in matrices.items()]
 
 
 def _product(
