@@ -39,7 +39,7 @@ def cell(system: str, category: str, seconds: list[float], stats: SpeculationSta
 @pytest.fixture
 def result() -> Result:
     plain = SpeculationStats(30, 30)
-    fast = SpeculationStats(20, 30, 12, 16, 10, [12, 6], [8, 2])
+    fast = SpeculationStats(20, 30, 12, 16, 10, tried_by_depth=[12, 6], accepted_by_depth=[8, 2])
     settings = Settings(model="some <model>", drafters=("ngram",), peers=("hf",))
     cells = [
         cell("plain", "chat", [1.0, 2.0, 4.0], plain, True),

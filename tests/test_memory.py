@@ -13,7 +13,7 @@ from specdec.errors import ConfigError
 from specdec.models.decoder import Decoder
 from specdec.params import SamplingParams
 from tests.conftest import VOCAB, tiny_llama
-from tests.engines import make_engine
+from tests.engines import Optimist, make_engine
 from tests.kernels import DEVICE, ON_GPU
 
 LAYOUT = KVLayout(2, 2, 8, torch.float64)
@@ -87,6 +87,7 @@ def admitted(kv_cache_dtype: str) -> int:
         max_nodes=1,
         max_num_batched_tokens=5000,
     )
+    engine.scheduler.lengths = Optimist()  # as many as fit now
     requests = [engine.add([7] * 10, SamplingParams(max_new_tokens=4)) for _ in range(500)]
     engine.step()
     return sum(r.num_output == 1 for r in requests)

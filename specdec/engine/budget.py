@@ -62,6 +62,7 @@ class NodeBudget:
         self._most = min(max_nodes, largest_known)
         self._gains: Gains = ChainGains(self._most) if chances is None else TreeGains(chances, self._most)
         self._largest = PROBE_NODES  # tree that the drafter has proposed
+        self._room = PROBE_NODES + 1  # nodes that it may have use for
         self._states: dict[int, _RequestState] = {}
         self._best = lru_cache(maxsize=4096)(self._alone)
 
@@ -72,14 +73,14 @@ class NodeBudget:
             requests: whose trees.
             num_rows: most nodes in all, roots not counted.
             busy: whether others would use what is left. Then, or where there are too few for all, no tree is given
-                many more nodes than the largest one that the drafter has proposed yet.
+                many more nodes than the largest one that the drafter has proposed yet, unless it filled that whole.
 
         Returns:
             Most nodes of each request's tree, root included.
         """
         states = [self._state(r) for r in requests]
         scarce = busy or num_rows < len(requests) * (self._most - 1)
-        most = min(self._most, self._largest + 1) if scarce else self._most
+        most = min(self._most, self._room) if scarce else self._most
         # The last token needs no draft: it is the choice at the root.
         limits = [min(most, r.params.max_nodes) if r.stop.max_tokens - r.num_output > 1 else 1 for r in requests]
         context = sum(len(r.tokens) for r in requests) / max(1, len(requests))
@@ -137,7 +138,10 @@ class NodeBudget:
         num_accepted = stats.num_accepted_tokens - state.num_accepted
         num_refused = num_tried - state.num_tried - num_accepted
         answered = stats.num_draft_tokens > state.num_drafted
-        self._largest = max(self._largest, 1 + stats.num_draft_tokens - state.num_drafted)
+        if answered:
+            size = 1 + stats.num_draft_tokens - state.num_drafted
+            self._largest = max(self._largest, size)
+            self._room = 2 * size if size >= max_nodes > 1 and size >= self._largest else self._largest + 1
         if padded and max_nodes > 1 and not answered:
             num_refused += 1
         state.quality = self._gains.learn(state.quality, num_accepted, num_refused, max_nodes)
