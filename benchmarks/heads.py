@@ -3,7 +3,7 @@
     python benchmarks/heads.py HEADS_FOLDER … --json benchmarks/results/heads_smollm2_h100.json
 
 τ counts the bonus token and the prompt's own forward, and is that of the whole tree. Speeds are of one request at a
-time against plain decoding in the same run, from the first token on and with the prompt; trees are cut to several sizes.
+time against plain decoding in the same run, from the first token on and with the prompt; trees are cut to some sizes.
 """
 
 import json
