@@ -16,8 +16,12 @@ FOLDER = Path(str(files("specdec"))) / "heads"
 
 NAMES = ("shipped", "ngram+shipped")
 """The drafters that use shipped heads."""
-AUTO = {"cpu": "ngram+shipped", "cuda": "shipped"}
-"""Which of them "auto" takes on each type of device, where there are heads for the model."""
+AUTO = {"cpu": "ngram+shipped", "cuda": "ngram"}
+"""Which drafter "auto" takes on each type of device, where there are heads for the model. Not the heads on a GPU: in
+`benchmarks/results/heads_smollm2_h100.json` tokens of trees differ there from plain decoding's."""
+NODES = {"cpu": 2, "cuda": None}
+"""Most nodes of a tree where nobody says how many; None for all that were stored. On a CPU each node costs a fifth of a
+plain step (`benchmarks/results/heads_smollm2_cpu.json`)."""
 
 
 def shipped_folder(fingerprint: str) -> Path | None:
@@ -37,7 +41,7 @@ def load_shipped(
 
     Args:
         target: the model to draft for.
-        tree, max_nodes: as for the drafters of the kind.
+        tree, max_nodes: as for the drafters of the kind; without either `NODES` says how many nodes are taken.
 
     Raises:
         ConfigError: there are none for this model, or an option is out of bounds.
@@ -46,7 +50,8 @@ def load_shipped(
     folder = shipped_folder(target.fingerprint)
     if folder is None:
         raise ConfigError("no heads come with the package for this model; train some with `specdec train medusa`")
-    drafter = make_drafter(f"{heads_kind(folder)}:{folder}", target, tree=tree, max_nodes=max_nodes)
+    most = NODES[target.device.type] if max_nodes is None and tree is None else max_nodes
+    drafter = make_drafter(f"{heads_kind(folder)}:{folder}", target, tree=tree, max_nodes=most)
     assert isinstance(drafter, HeadsDrafter)
     return drafter
 

@@ -211,11 +211,12 @@ def _check_bits(dtype: torch.dtype, name: str, shape: tuple[int, int, int], wind
     for nodes in (2, 16, 60):
         at = length - nodes
         assert torch.equal(whole[at:], run(at, 0, chain_parents(nodes), list(range(at, length)), True)), nodes
-    # A tree with two copies of the true path below the root: the second one's nodes are far from their places.
-    depth = min(20, length - 1)
-    root = length - 1 - depth
-    path = list(range(root + 1, length))
-    parents = [-1, *chain_parents(depth + 1)[1:], 0, *range(depth + 1, 2 * depth)]
-    out = run(root, 0, parents, [root, *path, *path])
-    assert torch.equal(out[: depth + 1], whole[root:])
-    assert torch.equal(out[depth + 1 :], whole[root + 1 :])
+    # A tree with two copies of the true path below the root: the second one's nodes are far from their places. Of
+    # several sizes, since each size of a tile of queries is compiled for itself.
+    for depth in (1, 3, 7, 20, 31):
+        root = length - 1 - depth
+        path = list(range(root + 1, length))
+        parents = [-1, *chain_parents(depth + 1)[1:], 0, *range(depth + 1, 2 * depth)]
+        out = run(root, 0, parents, [root, *path, *path])
+        assert torch.equal(out[: depth + 1], whole[root:]), f"first path of {depth}"
+        assert torch.equal(out[depth + 1 :], whole[root + 1 :]), f"second path of {depth}"
