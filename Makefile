@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Leaves out a notice of mkdocs-material about its successor.
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test cover lint types bench model clean
+.PHONY: demo test cover lint types bench tables docs docs-serve model clean
 
 demo: model
 	$(BIN)/specdec demo
@@ -25,6 +27,16 @@ types: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/linear_cpu.py
 
+# Writes the figures of benchmarks/results into README and docs.
+tables:
+	$(PYTHON) benchmarks/tables.py
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict
+
+docs-serve: .venv/.docs
+	$(BIN)/mkdocs serve
+
 model: $(READY)
 	@$(BIN)/specdec pull smollm2-135m
 
@@ -34,5 +46,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+.venv/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv site build dist *.egg-info
