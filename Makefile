@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Leaves out a notice of mkdocs-material about its successor.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test cover lint types bench tables docs docs-serve model clean
+.PHONY: demo test cover lint types bench figures tables docs docs-serve model clean
 
 demo: model
 	$(BIN)/specdec demo
@@ -26,6 +26,10 @@ types: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/linear_cpu.py
+
+# The figures of the documents, from the committed results: the same results give the same bytes.
+figures: $(READY)
+	$(BIN)/python benchmarks/figures.py benchmarks/results docs/figures
 
 # Writes the figures of benchmarks/results into README and docs.
 tables:

@@ -101,12 +101,13 @@ def main() -> None:
 @click.option("--model", default="8b")
 @click.option("--tokens", default=128)
 @click.option("--batches", default="1,8,64")
+@click.option("--kv-cache-dtype", default="auto")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
-def throughput(model: str, tokens: int, batches: str, path: str | None) -> None:
+def throughput(model: str, tokens: int, batches: str, kv_cache_dtype: str, path: str | None) -> None:
     """Plain decoding at several batch sizes, deterministic and not."""
     opened, rows = open_model(model), []
     for deterministic in (True, False):
-        llm = make_llm(opened, drafter="none", deterministic=deterministic)
+        llm = make_llm(opened, drafter="none", deterministic=deterministic, kv_cache_dtype=kv_cache_dtype)
         for batch in map(int, batches.split(",")):
             prompts = random_prompts(batch, 96, llm.engine.model.vocab_size)
             speeds = [decode_speed(llm, prompts, tokens)[0] for _ in range(4)][1:]  # the first one captures
@@ -132,6 +133,31 @@ def nodes(model: str, context: int, path: str | None) -> None:
     rows = [(n, seconds[0] * 1e6) for n, seconds in zip(NUM_NODES, times, strict=True)]
     result = [{"nodes": n, "us": round(us, 1), "ratio": round(us / rows[0][1], 4)} for n, us in rows]
     write(path, {"model": model, "context": context, "rows": result})
+
+
+@main.command()
+@click.option("--model", default="8b")
+@click.option("--batch", default=32)
+@click.option("--nodes", "counts", default="1,16")
+@click.option("--context", default=8192)
+@click.option("--formats", default="auto,fp8,int8,int4", help="Values of kv_cache_dtype; the first is the baseline.")
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def cache(model: str, batch: int, counts: str, context: int, formats: str, path: str | None) -> None:
+    """The time of a captured step with each cache format, against the first one."""
+    target, rows = make_llm(open_model(model), drafter="ngram").engine.model, []
+    assert isinstance(target, Decoder)
+    grid, baseline = Grid((batch,), tuple(map(int, counts.split(","))), (context,)), {}
+    for name in formats.split(","):
+        layout = target.kv_layout.stored_as(name)
+        step = CapturedStep(target, grid, layout)
+        (times,) = measure(step, grid, repeats=30)
+        del step  # its cache makes room for the next one's
+        for n, (seconds,) in zip(grid.num_nodes, times, strict=True):
+            ratio = seconds / baseline.setdefault(n, seconds)
+            row = {"kv_cache_dtype": name, "nodes": n, "us": round(seconds * 1e6, 1), "ratio": round(ratio, 4)}
+            rows.append(row | {"bytes_per_token": layout.bytes_per_token})
+            click.echo(str(rows[-1]))
+    write(path, {"model": model, "batch": batch, "context": context, "rows": rows})
 
 
 @main.command()

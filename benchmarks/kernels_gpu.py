@@ -2,13 +2,14 @@
 
     python benchmarks/kernels_gpu.py products --json benchmarks/results/products_h100.json
     python benchmarks/kernels_gpu.py attention --json benchmarks/results/attention_h100.json
+    python benchmarks/kernels_gpu.py formats --json benchmarks/results/formats_h100.json
 
 `products` tries tiles for each shape and number of rows, against cuBLAS; `attention` compares with torch's SDPA on
-gathered keys and values. Bandwidths are against a large copy's in the same run.
+gathered keys and values, and `formats` quantized pages with native ones. Bandwidths are against a large copy's in the
+same run.
 """
 
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,9 @@ import torch.nn.functional as F  # noqa: N812
 import triton
 from torch import Tensor
 
+from specdec.cache.pages import KVLayout, KVPages
 from specdec.kernels.attention import AttentionMetadata
+from specdec.kernels.formats import load
 from specdec.kernels.gpu import fast
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
@@ -171,6 +174,12 @@ class Case:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def layout(self) -> KVLayout:
+        """Shape and format of the keys and values."""
+        return KVLayout(1, self.kv_heads, self.head_dim, torch.bfloat16).stored_as(self.kv_cache_dtype)
 
     @property
     def group(self) -> int:
@@ -205,11 +214,14 @@ class Case:
         return uniform_work(len(lens), self.nodes, table, lens, m.positions, m.ancestors, *shape, True)
 
     @cached_property
-    def pages(self) -> list[Tensor]:
-        """[2, blocks, 16, kv heads, D] each."""
-        shape = (2, self.meta.block_table.numel(), 16, self.kv_heads, self.head_dim)
-        copies = max(2, min(24, -(-4 * CACHE // (2 * math.prod(shape)))))
-        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    def pages(self) -> list[KVPages]:
+        """Pages of normal values, as many as go beyond the cache."""
+        blocks, rng = self.meta.block_table.numel(), torch.Generator("cuda").manual_seed(0)
+        copies = max(2, min(24, -(-4 * CACHE // (blocks * 16 * self.layout.bytes_per_token))))
+        pages = [KVPages(self.layout, blocks, 16, torch.device("cuda")) for _ in range(copies)]
+        for page in pages:
+            page.randomize(rng)
+        return pages
 
     @cached_property
     def q(self) -> Tensor:
@@ -220,7 +232,7 @@ class Case:
     def ours(self, meta: AttentionMetadata | AttentionWork) -> float:
         """Microseconds of our attention."""
         scale = self.head_dim**-0.5
-        return timed([partial(tree_attention, self.q, p[0], p[1], meta, scale=scale) for p in self.pages])
+        return timed([partial(tree_attention, self.q, p.k[0], p.v[0], meta, scale=scale) for p in self.pages])
 
     def sdpa(self, folded: bool) -> float:
         """Microseconds of torch's, on gathered keys; folded: grouped heads as rows of one key head's attention."""
@@ -231,11 +243,15 @@ class Case:
         if folded:
             q, mask = q.view(len(q), self.kv_heads, self.group * self.nodes, -1), mask.repeat(self.group, 1)
         how = {"attn_mask": None if self.nodes == 1 else mask, "scale": self.head_dim**-0.5, "enable_gqa": not folded}
-        gathered = [p.flatten(1, 2)[:, keys].transpose(2, 3).contiguous() for p in self.pages]
+        gathered = [
+            [load(side[0], keys, torch.bfloat16).transpose(1, 2).contiguous() for side in (p.k, p.v)]
+            for p in self.pages
+        ]
         return timed([partial(F.scaled_dot_product_attention, q, kv[0], kv[1], **how) for kv in gathered], 8)
 
 
 CASES = [(8, 32768, 1), (1, 32768, 64), (1, 32768, 16), (1, 1024, 1), (1, 1024, 16), (1, 1024, 64), (64, 512, 1)]
+LONG_CASES = [(32, 8192, 1), (32, 8192, 16), (8, 32768, 1), (8, 32768, 16), (1, 32768, 16), (1, 131072, 16)]
 
 
 @main.command()
@@ -245,16 +261,39 @@ def attention(path: str | None) -> None:
     bandwidth = copy_bandwidth()
     rows: list[dict[str, object]] = []
     for case in (Case(*shape) for shape in CASES):
-        captured, eager = case.ours(case.work), case.ours(case.meta)
-        num_bytes = case.num_sequences * (case.context + case.nodes) * case.kv_heads * case.head_dim * 4
-        row: dict[str, object] = {"sequences": case.num_sequences, "context": case.context, "nodes": case.nodes}
-        row |= {"chain_us": round(captured, 1), "tree_us": round(eager, 1)}
+        row = _attention_row(case, bandwidth)
         row |= {"sdpa_us": round(case.sdpa(False), 1), "sdpa_folded_us": round(case.sdpa(True), 1)}
-        row |= {"chain_share_of_copy": round(num_bytes / captured / 1e6 / bandwidth, 3)}
-        row |= {"tree_share_of_copy": round(num_bytes / eager / 1e6 / bandwidth, 3)}
         click.echo(str(row))
         rows.append(row)
     write(path, {"copy_tb_s": round(bandwidth, 3), "rows": rows})
+
+
+@main.command()
+@click.option("--formats", default="auto,fp8,int8,int4", help="Values of kv_cache_dtype; the first is the baseline.")
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def formats(formats: str, path: str | None) -> None:
+    """The same attention at long contexts over pages of each format, against the first; shares are of its own bytes."""
+    bandwidth = copy_bandwidth()
+    rows: list[dict[str, object]] = []
+    for shape in LONG_CASES:
+        baseline: dict[str, object] = {}
+        for name in formats.split(","):
+            row = {"kv_cache_dtype": name, **_attention_row(Case(*shape, kv_cache_dtype=name), bandwidth)}
+            baseline = baseline or row
+            row |= {f"{k}_ratio": round(row[f"{k}_us"] / baseline[f"{k}_us"], 3) for k in ("chain", "tree")}  # type: ignore[operator]
+            click.echo(str(row))
+            rows.append(row)
+    write(path, {"copy_tb_s": round(bandwidth, 3), "rows": rows})
+
+
+def _attention_row(case: Case, bandwidth: float) -> dict[str, object]:
+    """Microseconds of a captured step's attention and of an eager one's, and their shares of the copy's bandwidth."""
+    captured, eager = case.ours(case.work), case.ours(case.meta)
+    num_bytes = case.num_sequences * (case.context + case.nodes) * case.layout.bytes_per_token
+    row: dict[str, object] = {"sequences": case.num_sequences, "context": case.context, "nodes": case.nodes}
+    row |= {"chain_us": round(captured, 1), "tree_us": round(eager, 1)}
+    row |= {"chain_share_of_copy": round(num_bytes / captured / 1e6 / bandwidth, 3)}
+    return row | {"tree_share_of_copy": round(num_bytes / eager / 1e6 / bandwidth, 3)}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ from tests.property import Case, cases, check
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Write the counts to this file.")
 def main(examples: int, number: int, path: str | None) -> None:
     """Run the cases; the first that fails ends the run with its description."""
-    counts: dict[str, Counter[str]] = {"family": Counter(), "drafter": Counter(), "num_requests": Counter()}
+    counts: dict[str, Counter[str]] = {
+        kind: Counter() for kind in ("family", "drafter", "kv_cache_dtype", "num_requests")
+    }
 
     @seed(number)
     @settings(
@@ -37,6 +39,7 @@ def main(examples: int, number: int, path: str | None) -> None:
         counts["family"][case.family] += 1
         counts["drafter"][case.drafter] += 1
         counts["num_requests"][str(len(case.prompts))] += 1
+        counts["kv_cache_dtype"][case.kv_cache_dtype] += 1
 
     start = time.perf_counter()
     run()

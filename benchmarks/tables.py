@@ -106,6 +106,25 @@ def property_cases() -> str:
     return f"{result['passed'] + result['failed']:,} random cases, {result['failed'] or 'none'} different"
 
 
+def traffic() -> str:
+    """Return how many requests of random traffic were run, and how many answers were wrong."""
+    result = read("traffic")
+    return f"{result['requests']:,} random requests, {result['wrong'] or 'none'} answered otherwise than alone"
+
+
+def cache_quality() -> str:
+    """Return what each cache format does to the perplexity of two models."""
+    rows = []
+    for file in ("cache_quality", "cache_quality_gemma"):
+        for model in read(file)["models"]:
+            rows.append([model["model"], "native", f"{model['native_perplexity']:.2f}", "", f"{model['tokens']:,}"])
+            for r in model["rows"]:
+                name = f"{r['kv_cache_dtype']}, groups of {r['group']}"
+                change = f"{r['change_percent']:+.2f}% ± {r['standard_error_percent']:.2f}"
+                rows.append(["", name, f"{r['perplexity']:.2f}", change, ""])
+    return table(("model", "stored as", "perplexity", "change (± standard error)", "tokens"), rows)
+
+
 def provenance() -> str:
     """Return how each committed result was made."""
     rows = []
@@ -123,7 +142,7 @@ def _machine(result: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (demo, dropin, ngram_gpu, nodes, prefill, property_cases, provenance, throughput)
+    f.__name__: f for f in (cache_quality, demo, dropin, ngram_gpu, nodes, prefill, property_cases, provenance, throughput, traffic)
 }
 
 

@@ -54,9 +54,9 @@ class BlockPool:
         """Return the blocks that hold the first tokens already, the last token left out; nobody holds them for it."""
         return [] if self._index is None else self._index.find(tokens, salt)
 
-    def has_room(self, found: Sequence[int], count: int) -> bool:
-        """Whether `count` blocks would be free after taking those that were found."""
-        return count <= self.num_free - sum(self._refs[block] == 0 for block in found)
+    def num_left(self, found: Sequence[int]) -> int:
+        """Blocks that nobody would hold after taking those that were found."""
+        return self.num_free - sum(self._refs[block] == 0 for block in found)
 
     def take(self, found: Sequence[int], num_tokens: int) -> None:
         """Hold blocks that were found for a request of `num_tokens` tokens."""

@@ -82,14 +82,16 @@ class DraftModelDrafter:
         self._vocab_size = min(vocab_size, model.vocab_size)
         self._widths = tuple(widths)
         self._own_pages = own_pages
+        self.kv_layouts = (model.kv_layout,) if own_pages else ()
         self._pages: KVPages | None = None
         self._filled: FilledBlocks | None = None
         self._cached: dict[int, _Cached] = {}
 
     def attach(self, pages: KVPages, pool: BlockPool) -> None:
-        """Take the target's pages, or make own ones of as many blocks."""
+        """Take the target's pages, or make own ones of as many blocks and the same format."""
         if self._own_pages:
-            pages = KVPages(self._model.kv_layout, pages.num_blocks, pages.block_size, self._model.device)
+            layout = self._model.kv_layout.like(pages.layout)
+            pages = KVPages(layout, pages.num_blocks, pages.block_size, self._model.device)
         self._pages, self._filled = pages, FilledBlocks(pool.versions, pages.block_size)
         self._cached.clear()
 

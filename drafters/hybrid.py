@@ -22,6 +22,8 @@ class HybridDrafter:
         self.name = f"{first.name}+{second.name}"
         self.reads_hidden = first.reads_hidden or second.reads_hidden
         self._first, self._second, self._both = first, second, both
+        users = [drafter for drafter in (first, second) if isinstance(drafter, UsesCache)]
+        self.kv_layouts = [layout for drafter in users for layout in drafter.kv_layouts]
 
     def attach(self, pages: KVPages, pool: BlockPool) -> None:
         """Pass the target's pages to the drafter that wants them."""

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.cache.blocks import BlockPool
-from specdec.cache.pages import KVPages
+from specdec.cache.pages import KVLayout, KVPages
 from specdec.errors import ConfigError
 from specdec.models.protocol import PackedModel
 from specdec.params import SamplingParams
@@ -134,8 +134,11 @@ class KnowsChances(Protocol):
 class UsesCache(Protocol):
     """What a drafter with attention layers has besides: its keys and values stand under the engine's block tables."""
 
+    kv_layouts: Sequence[KVLayout]
+    """Of the layers that aren't the target's."""
+
     def attach(self, pages: KVPages, pool: BlockPool) -> None:
-        """Take the target's pages; layers of its own get pages of as many blocks of the same size.
+        """Take the target's pages; layers of its own get pages of as many blocks of the same size and format.
 
         A request's first blocks may come from another one, with the same tokens: what was written there before is
         valid while the pool's version of a block stays (`specdec.cache.filled.FilledBlocks`).

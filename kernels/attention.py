@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from specdec.kernels.formats import Pages, load
 from specdec.kernels.work import AttentionWork, make_work
 
 
@@ -99,8 +100,8 @@ class AttentionMetadata:
 
 def tree_attention(
     q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     meta: AttentionMetadata,
     *,
     scale: float,
@@ -113,7 +114,8 @@ def tree_attention(
 
     Args:
         q: [N, num_heads, D].
-        k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D]. Slots outside a sequence are never read.
+        k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D], native or quantized. Slots outside a sequence
+            are never read.
         meta: the batch.
         scale: factor on the scores.
         window: a row at position p sees keys at positions above p − window.
@@ -124,13 +126,11 @@ def tree_attention(
     """
     num_kv_heads, head_dim = k_pages.shape[2:]
     group = q.shape[1] // num_kv_heads
-    k_slots, v_slots = k_pages.view(-1, num_kv_heads, head_dim), v_pages.view(-1, num_kv_heads, head_dim)
     out = torch.empty_like(q)
     for b, slots in enumerate(meta.slots):
         rows = slice(meta.cu_seqlens_q[b], meta.cu_seqlens_q[b + 1])
         n = rows.stop - rows.start
-        k = k_slots[slots].to(q.dtype).transpose(0, 1)  # [G, keys, D]
-        v = v_slots[slots].to(q.dtype).transpose(0, 1)
+        k, v = (load(pages, slots, q.dtype).transpose(0, 1) for pages in (k_pages, v_pages))  # [G, keys, D]
         folded = q[rows].view(n, num_kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
         o = _attend(folded, k, v, meta.mask(b, window, group), scale, softcap)  # [G, n · group, D]
         out[rows] = o.view(num_kv_heads, n, group, head_dim).permute(1, 0, 2, 3).reshape(n, -1, head_dim)

@@ -2,6 +2,7 @@
 
 import torch
 
+from specdec.kernels.formats import Pages
 from specdec.kernels.write import kv_write
 
 
@@ -9,8 +10,8 @@ def rope_write(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     slot_mapping: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
@@ -20,7 +21,7 @@ def rope_write(
         qkv: [N, num_heads + 2 num_kv_heads, D]: queries, keys, values of each row.
         cos: [N, R], R ≤ D even; only the first R of D dimensions turn.
         sin: [N, R], its first half negated (so that rotation is x · cos + roll(x, R / 2) · sin).
-        k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D], written in place.
+        k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D], native or quantized, written in place.
         slot_mapping: [N] int64, block · block_size + offset of each row. No padding here: only the GPU op takes −1.
         num_heads: number of query heads.
 

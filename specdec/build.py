@@ -1,6 +1,7 @@
 """Puts an engine together from a loaded Hugging Face model, a drafter and a rule."""
 
 import difflib
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from functools import partial
@@ -17,6 +18,7 @@ from specdec.engine.cost import CostKey, CostTable, device_name, find_table
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
 from specdec.kernels.linear import linear
+from specdec.models.cachecheck import check_cache
 from specdec.models.decoder import Decoder
 from specdec.models.head import OutputHead
 from specdec.models.hf import HFModel
@@ -41,6 +43,8 @@ def build_engine(
 ) -> Engine:
     """Build the engine that runs a loaded model. The weights stay the model's own.
 
+    Where keys and values are quantized, a short text is run both ways first, with a warning if that hurts this model.
+
     Args:
         model: checked and in evaluation mode, as `specdec.hub.load` returns it.
         drafter: as for `LLM`: a name, a path, a loaded model to draft with, or a `Drafter`.
@@ -60,7 +64,7 @@ def build_engine(
         ConfigError: an option is unknown or out of bounds, or the file of the cost table is broken.
     """
     packed = packed or make_target(model, config.deterministic)
-    return Engine(
+    engine = Engine(
         packed,
         make_drafter(drafter, draft_target(model, packed, tokenizer), **(drafter_options or {})),
         make_rule(rule) if isinstance(rule, str) else rule,
@@ -71,6 +75,11 @@ def build_engine(
         seed=seed,
         cost_table=_cost_table(cost_table, model, config.deterministic),
     )
+    if engine.pages.layout.format is not None:
+        report = check_cache(packed, engine.pages.layout, tokenizer)
+        if report.hurts:
+            warnings.warn(report.warning, UserWarning, stacklevel=3)
+    return engine
 
 
 def draft_target(

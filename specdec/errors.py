@@ -11,7 +11,10 @@ Every message names the offending value and what to do about it. `SpecdecError` 
     ├── DataError             (also ValueError)  training data can't be read, used or stored
     ├── DownloadError                            fetching a model failed; nothing was kept
     ├── TrainingError                            training can't go on, or its results can't be written
-    └── OutOfBlocks                              the KV cache is too small for this request
+    ├── OutOfBlocks                              the KV cache is too small for this request
+    ├── QueueFull                                too many requests are waiting; come again later
+    ├── ShuttingDown                             the engine takes no new requests any more
+    └── EngineDead                               a step failed; every request of the engine fails with it
 """
 
 
@@ -53,3 +56,15 @@ class TrainingError(SpecdecError):
 
 class OutOfBlocks(SpecdecError):  # noqa: N818
     """The KV cache has too few blocks for one request."""
+
+
+class QueueFull(SpecdecError):  # noqa: N818
+    """Too many requests are running and waiting; this one was not taken."""
+
+
+class ShuttingDown(SpecdecError):  # noqa: N818
+    """The engine finishes what it has and takes nothing new."""
+
+
+class EngineDead(SpecdecError):  # noqa: N818
+    """A step of the engine failed, so that nothing it holds can be trusted; its cause is chained."""

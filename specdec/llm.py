@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.build import build_engine, engine_config
 from specdec.drafters.protocol import Drafter
+from specdec.encode import Encoder
 from specdec.engine.cost import CostTable
 from specdec.engine.request import Request
 from specdec.errors import ConfigError, InvalidRequest
@@ -65,6 +66,7 @@ class LLM:
         config = engine_config(engine_options, "LLM")
         loaded = _load(model, tokenizer, dtype, device, quantization)
         self.hf_model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        self.encoder = Encoder(self.tokenizer, self.name)
         self.engine = build_engine(
             loaded.model,
             drafter,
@@ -93,7 +95,10 @@ class LLM:
             One completion a prompt, in order; where a prompt asks for n, its n completions stand together.
 
         Raises:
-            InvalidRequest: a prompt or a parameter can't be used; nothing was run.
+            InvalidRequest: a prompt or a parameter can't be used; nothing was run. Or a request's parameters left it
+                no token to choose.
+            SpecdecError: the target's logits are broken, or the drafter failed.
+            Exception: whatever a logits processor raised. Like the two above it ends the whole call.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: list[Any] = [prompts] if one else list(prompts)
@@ -134,42 +139,33 @@ class LLM:
         Raises:
             InvalidRequest: the model has no chat template, or the template refuses the messages.
         """
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise InvalidRequest(f"model {self.name!r} has no chat template; use generate() with a plain prompt")
-        if not messages:
-            raise InvalidRequest("the conversation is empty; give at least one message")
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program: whatever it raises, the messages don't fit it
-            raise InvalidRequest(f"the chat template of {self.name!r} refuses these messages: {error}") from error
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self.encoder.chat(messages)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
-        if self.tokenizer is None:
-            raise InvalidRequest(f"model {self.name!r} has no tokenizer; give the prompt as token ids")
-        ids: list[int] = self.tokenizer(prompt)["input_ids"]
-        return ids
+        return self.encoder.text(prompt)
 
     def _run(self, prompts: list[list[int]], params: Sequence[SamplingParams]) -> list[Completion]:
         requests: list[Request] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
-                first = self.engine.add(prompt, p)
-                requests.append(first)
-                seeds = first.params.seeds()
-                requests += [self.engine.add(prompt, p.with_seed(seed)) for seed in seeds[1:]]
+                requests += self.engine.add_answers(prompt, p)
             while any(r.finish_reason is None for r in requests):
                 self.engine.step()
+                for request in requests:
+                    request.check()
         finally:
             for request in requests:
                 self.engine.abort(request)
         return [r.completion() for r in requests]
 
     def follow(self, request: Request) -> Iterator[StreamChunk]:
-        """Run the engine and yield what it adds to a request, until the request ends."""
+        """Run the engine and yield what it adds to a request, until the request ends.
+
+        Raises:
+            Exception: what ended the request, if it failed; after the last chunk.
+        """
         tokens = chars = 0
         try:
             while request.finish_reason is None:
@@ -179,6 +175,7 @@ class LLM:
                     text, proposers = request.text[chars:], request.proposers[tokens:]
                     tokens, chars = request.num_output, len(request.text)
                     yield StreamChunk(text, output, proposers, request.finish_reason)
+            request.check()
         finally:
             self.engine.abort(request)
 

@@ -1,6 +1,7 @@
 """What the engine gives back. Layer 0: plain data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 
 TARGET = "target"
 """Stands beside tokens that the target itself chose (the bonus token of each forward)."""
@@ -60,11 +61,19 @@ class SpeculationStats:
         """Conditional acceptance rate at depths 1, 2, …."""
         return [a / t if t else 0.0 for a, t in zip(self.accepted_by_depth, self.tried_by_depth, strict=True)]
 
+    def add(self, other: "SpeculationStats") -> None:
+        """Add the counts of another request."""
+        for name in (f.name for f in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            by_depth = isinstance(mine, list)
+            both = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if by_depth else mine + theirs
+            setattr(self, name, both)
+
     def count(self, num_kept: int, path_depth: int, leaf_reached: bool, num_draft_tokens: int) -> None:
         """Add one forward.
 
         Args:
-            num_kept: tokens delivered by it, at least 1.
+            num_kept: tokens delivered by it; 0 only where nothing could be chosen.
             path_depth: depth of the accepted path.
             leaf_reached: whether the path ended at a node without children.
             num_draft_tokens: nodes of the tree, the root left out.
@@ -93,7 +102,7 @@ class Completion:
         prompt_token_ids: the prompt.
         token_ids: every token delivered, the one that ended the answer included.
         text: their text, cut before a stop string; empty if there is no tokenizer.
-        finish_reason: "stop" (EOS, stop token or stop string), "length" or "abort".
+        finish_reason: "stop" (EOS, stop token or stop string), "length", "abort" or "error".
         stop_reason: the token id or the string that stopped it, else None.
         proposers: for each token the drafter that proposed it, or "target".
         logprobs: for each token, if they were asked for.
@@ -119,7 +128,7 @@ class StreamChunk:
         text: new text that is certain; a possible stop string or an incomplete character is held back.
         token_ids: new tokens.
         proposers: for each of them the drafter that proposed it, or "target".
-        finish_reason: as in `Completion`, on the last chunk; else None.
+        finish_reason: as in `Completion`, on the last chunk, or "error" if that is raised next; else None.
     """
 
     text: str

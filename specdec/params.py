@@ -20,6 +20,7 @@ MAX_WORD_LEN = 64
 MAX_NGRAM_SIZE = 64
 MAX_LOGITS_PROCESSORS = 16
 MAX_BIAS = 10_000
+MAX_SPECULATIVE_TOKENS = 63
 MAX_SALT_LEN = 256
 
 LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -60,6 +61,8 @@ class SamplingParams:
         logits_processors: called once for each position, in order, with the whole prefix and the scores, after all of
             the above and before temperature, top-k, top-p and min-p. A processor may be called for a few positions
             behind a stop, whose tokens are then dropped.
+        num_speculative_tokens: most draft tokens of this request in a forward, 0 to 63; 0 decodes plainly, None leaves
+            it to the engine. Never changes the answer.
         cache_salt: only requests with the same salt share cached prefixes; None is a salt of its own.
 
     Raises:
@@ -89,6 +92,7 @@ class SamplingParams:
     suppress_tokens: Sequence[int] = ()
     allowed_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    num_speculative_tokens: int | None = None
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +117,8 @@ class SamplingParams:
             raise InvalidRequest(f"stop must hold non-empty strings, not {list(self.stop)!r}")
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        if self.num_speculative_tokens is not None:
+            _check_int("num_speculative_tokens", self.num_speculative_tokens, low=0, high=MAX_SPECULATIVE_TOKENS)
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_LEN):
             raise InvalidRequest(f"cache_salt must be a string of 1 to {MAX_SALT_LEN} characters, not {salt!r:.80}")
@@ -153,6 +159,11 @@ class SamplingParams:
     def cuts(self) -> bool:
         """Whether tokens are dropped by their rank or probability: the request samples with top_k, top_p or min_p."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes of a tree of this request, root included."""
+        return 1 + (MAX_SPECULATIVE_TOKENS if self.num_speculative_tokens is None else self.num_speculative_tokens)
 
     def seeds(self) -> list[int]:
         """Return the seeds of the n answers; `seed` must be set."""

@@ -1,6 +1,7 @@
 """Engines over tiny models, and what the tests compare."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -9,6 +10,7 @@ from specdec.drafters.protocol import Drafter
 from specdec.engine.config import EngineConfig
 from specdec.engine.cost import CostTable
 from specdec.engine.engine import Engine
+from specdec.engine.lengths import LengthPredictor
 from specdec.engine.request import Request
 from specdec.models.load import make_target
 from specdec.models.protocol import PackedModel
@@ -25,10 +27,10 @@ def make_engine(
     eos_token_ids: Sequence[int] = (),
     num_real_tokens: int | None = None,
     cost_table: CostTable | None = None,
-    **config: int,
+    **config: Any,
 ) -> Engine:
     """An engine over a tiny model, or over one made ready already, with a pool as large as the tests need."""
-    sizes = {"num_blocks": 64, "max_model_len": 256} | config
+    sizes: dict[str, Any] = {"num_blocks": 64, "max_model_len": 256} | config
     return Engine(
         make_target(model) if isinstance(model, PreTrainedModel) else model,
         drafter or NoDrafter(),
@@ -39,6 +41,13 @@ def make_engine(
         seed=0,
         cost_table=cost_table,
     )
+
+
+class Optimist(LengthPredictor):
+    """Expects every answer to need no more room: admits whoever fits now."""
+
+    def remaining(self, num_output: int, max_tokens: int) -> int:
+        return 0
 
 
 def drain(engine: Engine) -> None:
@@ -54,9 +63,11 @@ def drain(engine: Engine) -> None:
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
-    """Run all requests together and return them, ended."""
+    """Run all requests together and return them, ended; raise what one failed by."""
     requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     drain(engine)
+    for request in requests:
+        request.check()
     return requests
 
 

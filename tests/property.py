@@ -1,4 +1,4 @@
-"""The whole promise as one property: no mix of model, drafters, parameters, batch and pool shows in what is emitted.
+"""The whole promise as one property: no mix of model, drafters, parameters, batch and pages shows in what is emitted.
 
 `check` runs one case both ways: each request alone by plain decoding, and all of them together with a drafter. It must
 hold for tokens, finish reasons, stop reasons and processed scores, in float64.
@@ -24,7 +24,7 @@ from specdec.models.load import make_target
 from specdec.params import SamplingParams
 from tests.conftest import VOCAB, tiny_llama
 from tests.costs import TABLES
-from tests.engines import drain, make_engine
+from tests.engines import Optimist, drain, make_engine
 from tests.families import OWN, tiny_model
 from tests.hydra import random_hydra, random_recurrent
 from tests.medusa import random_medusa
@@ -36,9 +36,18 @@ FAMILIES = sorted(OWN) + sorted(REQUIRED)
 Answers = dict[int | tuple[int, ...], list[int]]
 
 
+KV_FORMATS = {"auto": None, "fp8": None, "int8": 8, "int4": 32}
+"""Formats of the pages, and the group size that each is run with."""
+
+
 @cache
-def model_of(family: str) -> PreTrainedModel:
-    return tiny(REQUIRED[family]()) if family in REQUIRED else tiny_model(family)
+def model_of(family: str, kv_cache_dtype: str) -> PreTrainedModel:
+    if family in REQUIRED:
+        return tiny(REQUIRED[family]())
+    if kv_cache_dtype != "int4":
+        return tiny_model(family)
+    wide = {"head_dim": 32} if "head_dim" in OWN[family] else {}
+    return tiny_model(family, hidden_size=128, initializer_range=0.3, **wide)
 
 
 @cache
@@ -48,7 +57,7 @@ def ready(model: PreTrainedModel) -> Decoder | HFModel:
 
 @cache
 def another() -> Decoder:
-    return Decoder(tiny_llama(seed=9, num_hidden_layers=1))
+    return Decoder(tiny_llama(seed=9, num_hidden_layers=1, head_dim=32))
 
 
 def early(model: PreTrainedModel, widths: tuple[int, ...]) -> DraftModelDrafter:
@@ -115,6 +124,7 @@ class Case:
     num_blocks: int
     order: int
     costs: str = "none"
+    kv_cache_dtype: str = "auto"
 
 
 @st.composite
@@ -137,6 +147,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_blocks=draw(st.sampled_from([5, 8, 64])),
         order=draw(st.integers(0, 99)),
         costs=draw(st.sampled_from(sorted(TABLES))),
+        kv_cache_dtype=draw(st.sampled_from(["auto", "fp8"] if family in REQUIRED else list(KV_FORMATS))),
     )
 
 
@@ -146,11 +157,12 @@ def check(case: Case) -> None:
     Raises:
         AssertionError: speculation showed, or a block was lost.
     """
-    model = model_of(case.family)
+    model = model_of(case.family, case.kv_cache_dtype)
+    pages = {"kv_cache_dtype": case.kv_cache_dtype, "kv_group_size": KV_FORMATS[case.kv_cache_dtype]}
     asked = [SamplingParams(**({"min_new_tokens": 0} | p)) for p in map(_consistent, case.params)]  # type: ignore[arg-type]
     plain: list[Request] = []
     for prompt, params in zip(case.prompts, asked, strict=True):
-        engine = make_engine(ready(model), eos_token_ids=case.eos, max_model_len=80)
+        engine = make_engine(ready(model), eos_token_ids=case.eos, max_model_len=80, **pages)
         plain.append(engine.add(prompt, params, keep_scores=True))
         drain(engine)
     answers: Answers = {tuple(r.tokens[: r.prompt_len]): r.tokens[r.prompt_len :] for r in plain}
@@ -164,7 +176,10 @@ def check(case: Case) -> None:
         max_num_batched_tokens=case.max_num_batched_tokens,
         num_blocks=case.num_blocks,
         cost_table=TABLES[case.costs],
+        **pages,
     )
+    if case.order % 2:  # admits whoever fits now, so that others have to make room later
+        engine.scheduler.lengths = Optimist()
     rng = random.Random(case.order)
     together: list[Request] = []
     for prompt, params in zip(case.prompts, asked, strict=True):

@@ -5,6 +5,7 @@ import torch
 
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.attention import tree_attention as reference
+from specdec.kernels.formats import FORMATS, Pages, QuantizedPages, load, quantize
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.online import num_splits
 from specdec.kernels.work import AttentionWork, uniform_work
@@ -38,9 +39,18 @@ def make_pages(
     return k, v
 
 
-def wide(meta: AttentionMetadata, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: object) -> torch.Tensor:
-    """The reference, in float64."""
-    return reference(q.double(), k.double(), v.double(), meta, **how)  # type: ignore[arg-type]
+def stored(pages: torch.Tensor, name: str, group: int | None = None) -> Pages:
+    """The same pages in a format; the scales of slots that hold NaN are NaN."""
+    if name == "native":
+        return pages
+    how = FORMATS[name].of_head_dim(pages.shape[-1], group)
+    return QuantizedPages(*quantize(pages, how), how)
+
+
+def wide(meta: AttentionMetadata, q: torch.Tensor, k: Pages, v: Pages, **how: object) -> torch.Tensor:
+    """The reference, in float64, on the values that are computed with."""
+    k, v = (load(x, slice(None), q.dtype).view(x.shape).double() for x in (k, v))
+    return reference(q.double(), k, v, meta, **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -61,6 +71,41 @@ def test_shapes(shape: tuple[int, int, int, int]) -> None:
     k, v = make_pages(int(meta.block_table.max()) + 1, block, kv_heads, dim, torch.float16, keys)
     q = torch.randn(meta.cu_seqlens_q[-1], heads, dim, device=DEVICE).half()
     assert_close(tree_attention(q, k, v, meta, scale=dim**-0.5), wide(meta, q, k, v, scale=dim**-0.5))
+
+
+QUANTIZED = [
+    ("fp8", None, 80),
+    ("fp8", None, 128),
+    ("int8", 8, 80),
+    ("int8", 64, 64),
+    ("int4", 32, 96),
+    ("int4", 64, 128),
+]
+"""Format, group, head_dim."""
+
+
+@pytest.mark.parametrize(("name", "group", "dim"), QUANTIZED)
+@pytest.mark.parametrize("batch", ["mixed", "trees"])
+def test_quantized_pages(batch: str, name: str, group: int | None, dim: int) -> None:
+    torch.manual_seed(5)
+    meta, keys = build(BATCHES[batch], device=DEVICE)
+    native = make_pages(int(meta.block_table.max()) + 1, 16, 1, dim, torch.float16, keys)
+    k, v = (stored(x, name, group) for x in native)
+    q = torch.randn(meta.cu_seqlens_q[-1], 3, dim, device=DEVICE).half()
+    how = {"scale": dim**-0.5, "window": 50}
+    assert_close(tree_attention(q, k, v, meta, **how), wide(meta, q, k, v, **how))
+
+
+@pytest.mark.parametrize(("name", "group", "dim"), QUANTIZED[2:5:2])
+def test_quantized_chains(name: str, group: int | None, dim: int) -> None:
+    torch.manual_seed(6)
+    chain = chain_parents(5)
+    meta, keys = build([(0, 0, chain), (150, 0, chain)], device=DEVICE)
+    native = make_pages(int(meta.block_table.max()) + 1, 16, 2, dim, torch.float32, keys)
+    k, v = (stored(x, name, group) for x in native)
+    q = torch.randn(10, 4, dim, device=DEVICE)
+    got = tree_attention(q, k, v, chain_work(meta, 2, 2, dim), scale=0.1)
+    assert_close(got, wide(meta, q, k, v, scale=0.1))
 
 
 @pytest.mark.parametrize("window", [7, 64])
@@ -126,14 +171,20 @@ def test_splits_cover_every_length() -> None:
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter's products are a BLAS library's, whose bits depend on the size")
 @pytest.mark.parametrize("window", [None, 90])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (32, 8, 128), (8, 1, 128), (4, 1, 256)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_bits_are_those_of_one_by_one(dtype: torch.dtype, shape: tuple[int, int, int], window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float16, "native"), *((torch.bfloat16, name) for name in ("native", *FORMATS))],
+    ids=str,
+)
+def test_bits_are_those_of_one_by_one(
+    dtype: torch.dtype, name: str, shape: tuple[int, int, int], window: int | None
+) -> None:
     """The same tokens as one chunk, as ragged chunks, one by one, and as paths of a tree."""
     for length in (63, 300, 2100):
-        _check_bits(dtype, shape, window, length)
+        _check_bits(dtype, name, shape, window, length)
 
 
-def _check_bits(dtype: torch.dtype, shape: tuple[int, int, int], window: int | None, length: int) -> None:
+def _check_bits(dtype: torch.dtype, name: str, shape: tuple[int, int, int], window: int | None, length: int) -> None:
     heads, kv_heads, dim = shape
     torch.manual_seed(length)
     q = torch.randn(length, heads, dim, device=DEVICE).to(dtype)
@@ -147,7 +198,7 @@ def _check_bits(dtype: torch.dtype, shape: tuple[int, int, int], window: int | N
         slots = torch.tensor(keys[0], device=DEVICE)
         pages[:, slots[:cached]] = new[:, :cached]
         pages[:, slots[cached:]] = new[:, tokens]
-        k, v = pages.view(2, blocks, 16, kv_heads, dim).unbind()
+        k, v = (stored(x, name) for x in pages.view(2, blocks, 16, kv_heads, dim))
         work = chain_work(meta, heads // kv_heads, kv_heads, dim) if chain else meta
         return tree_attention(q[tokens], k, v, work, scale=dim**-0.5, window=window)
 

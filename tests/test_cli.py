@@ -115,6 +115,29 @@ def test_info_says_what_would_be_captured(invoke: Invoke, monkeypatch: pytest.Mo
     assert json.loads(invoke("info", "--json", "--device", "cpu").stdout)["device"] == "cpu (as asked for)"
 
 
+def test_info_plans_the_memory(invoke: Invoke) -> None:
+    plan = ("info", "--json", "--plan", "--device", "cpu", "--kv-cache-dtype", "int8", "--max-model-len", "60")
+    facts = json.loads(invoke(*plan, "--kv-cache-memory", "4MiB").stdout)
+    assert facts["bytes a token"] == "120 (int8, 8 values a scale)"  # 3 layers, keys and values, 2 heads of 8 + 2 bytes
+    assert facts["kv cache"] == "4.00 MiB: 2,184 blocks of 16 tokens"
+    assert facts["fits"] == "34,944 tokens: 546 requests of 60; max_num_seqs lets 16 run at once"
+    assert facts["graphs"].startswith("none: ") and facts["weights"].endswith(" parameters")
+    refused = invoke(*plan, "--kv-cache-memory", "5KiB")
+    assert refused.exit_code == 2 and "at least 4 blocks (7.50 KiB) or a max_model_len of at most 32" in refused.output
+
+
+def test_info_checks_what_formats_do_to_the_model(invoke: Invoke) -> None:
+    facts = json.loads(invoke("info", "--json", "--check-cache", "--device", "cpu").stdout)
+    assert facts["int8 cache"].startswith("int8 g8: KL ") and "unchanged over 256 tokens" in facts["int8 cache"]
+    assert facts["int4 cache"].startswith("int4 needs a head_dim that one of 32, 64, 128 divides")
+
+
+def test_generate_takes_quantized_pages(invoke: Invoke) -> None:
+    result = invoke("generate", "hello", "--max-new-tokens", "9", "--kv-cache-dtype", "int8", "--kv-group-size", "8")
+    assert result.exit_code == 0, result.output
+    assert "kv_group_size" in invoke("generate", "hello", "--kv-group-size", "8").output
+
+
 def test_tune_measures_once_and_info_names_the_file(
     invoke: Invoke, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,10 @@
 """The cost table, its file, how it is measured, and the node budgets that follow from it."""
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ from specdec.build import build_engine, cost_key
 from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.protocol import DraftQuery
 from specdec.engine import cost
-from specdec.engine.budget import FIRST_RATE, LAST_WAIT, PROBE_NODES, NodeBudget, expected_tokens
+from specdec.engine.budget import LAST_WAIT, PROBE_NODES, NodeBudget
 from specdec.engine.config import EngineConfig
 from specdec.engine.cost import CostTable, costs_folder, device_name, find_table, list_tables, read_table, save_table
+from specdec.engine.gains import FIRST_RATE, ChainGains, TreeGains
 from specdec.engine.measure import EngineStep, Grid, make_grid, measure
 from specdec.engine.request import Request
 from specdec.engine.text import StopChecker
@@ -124,19 +127,59 @@ def make_request(request_id: int = 0) -> Request:
     return Request(request_id, 1, params, StopChecker(params), [1])
 
 
-def step(budget: NodeBudget, request: Request, num_accepted: int, num_seqs: int = 1) -> int:
+def limit(budget: NodeBudget, request: Request) -> int:
+    """Nodes of a request that is alone."""
+    return budget.allot([request], 64)[0]
+
+
+def step(budget: NodeBudget, request: Request, num_accepted: int) -> int:
     """One step of a drafter that fills its budget with a chain of which so many are right."""
-    nodes = budget.limit(request, num_seqs)
+    nodes = limit(budget, request)
     depth = min(num_accepted, nodes - 1)
     request.stats.count(depth + 1, depth, depth == nodes - 1, nodes - 1)
     budget.observe(request, nodes)
     return nodes
 
 
-def test_expected_tokens_are_those_of_a_chain() -> None:
-    assert [expected_tokens(0.5, n) for n in (1, 2, 3)] == [1, 1.5, 1.75]
-    assert expected_tokens(0.3, 5) == pytest.approx(sum(0.3**d for d in range(5)))
-    assert expected_tokens(1.0, 64) == 64 and expected_tokens(0.0, 64) == 1
+def expected_tokens(rate: float, num_nodes: int) -> float:
+    """Tokens expected of a chain of nodes, root included, each accepted at that rate once its parent is."""
+    return sum(rate**depth for depth in range(num_nodes))
+
+
+def best_alone(table: CostTable, rate: float) -> int:
+    """The number of nodes with the most expected tokens a second, by trying all."""
+    return max(range(1, 65), key=lambda n: expected_tokens(rate, n) / table.seconds(1, n, 1))
+
+
+def test_a_chains_nodes_buy_ever_less() -> None:
+    gains = ChainGains(4)
+    assert gains.of(0.5).tolist() == [0.5, 0.25, 0.125]
+    assert gains.of(1.0).tolist() == [1, 1, 1] and gains.of(0.0).tolist() == [0, 0, 0]
+    assert gains.learn(0.5, 1, 1, 4) == pytest.approx((0.5 + 0.2 * 0.5) * 0.8)
+
+
+def test_a_measured_trees_nodes_buy_their_chances() -> None:
+    chances = [0.5, 0.2, 0.3, 0.1]
+    gains = TreeGains(chances, 8)
+    assert gains.of(1.0).tolist() == [0.5, 0.2, 0.2, 0.1, 0, 0, 0], "falling, and nothing behind the tree"
+    assert gains.of(3.0).tolist()[:2] == [1, pytest.approx(0.6)]
+    quality = gains.first
+    for i in range(2000):  # half as good as on average: 0.35 of the 0.7 expected of three nodes
+        accepted = 7 * i % 20 < 7
+        quality = gains.learn(quality, int(accepted), int(not accepted), 3)
+    assert 0.3 < quality < 0.7
+    assert gains.learn(quality, 0, 0, 3) == quality == gains.learn(quality, 1, 0, 1), "nothing was learned"
+    assert TreeGains([], 1).of(1.0).tolist() == []
+
+
+def test_budgets_follow_the_measured_tree() -> None:
+    """One good node and many bad ones: a chain's rate would have the bad ones taken, too."""
+    measured = NodeBudget(LINEAR, 64, [0.7] + [0.001] * 62)
+    assert measured.allot([make_request()], 63) == [2]
+    assert NodeBudget(LINEAR, 64).allot([make_request()], 63)[0] > 2
+    assert measured.shared_limit([make_request()]) == 2
+    assert NodeBudget(None, 64, [0.7] + [0.001] * 62).shared_limit([make_request()]) == 2
+    assert NodeBudget(None, 64, [0.06] * 63).shared_limit([make_request()]) == 64
 
 
 def test_without_a_table_the_budget_is_what_it_was() -> None:
@@ -154,20 +197,96 @@ def test_free_nodes_are_all_taken_and_dear_ones_never() -> None:
 
 def test_more_are_allowed_the_more_are_accepted_and_the_fewer_share_the_step() -> None:
     budget = NodeBudget(LINEAR, 64)
-    best = [budget._alone(1, 128, rate) for rate in (0.0, 0.3, 0.7, 0.9, 1.0)]
+    best = [budget._share([rate], [64], 64, 128)[0] for rate in (0.0, 0.3, 0.7, 0.9, 1.0)]
     assert best == sorted(best) and best[0] == 1 and best[2] > 1 and best[-1] == 64
-    assert budget._alone(4, 128, 0.92) < budget._alone(1, 128, 0.92)
+    assert max(budget._share([0.92] * 4, [64] * 4, 256, 128)) < budget._share([0.92], [64], 64, 128)[0]
     dear_when_long = NodeBudget(make_table(lambda s, n, c: 1 + 0.001 * n * c), 64)
-    assert dear_when_long._alone(1, 1024, 0.7) < dear_when_long._alone(1, 128, 0.7)
+    assert dear_when_long._share([0.7], [64], 64, 1024) < dear_when_long._share([0.7], [64], 64, 128)
     for rate in (0.0, 0.4, 0.8):
-        tokens = {n: expected_tokens(rate, n) / LINEAR.seconds(1, n, 128) for n in NUM_NODES}
-        assert tokens[budget._alone(1, 128, rate)] == max(tokens.values())
+        assert budget._share([rate], [64], 64, 128) == [best_alone(LINEAR, rate)]
+
+
+@pytest.mark.parametrize("costs", ["free", "dear", "linear", "stairs"])
+def test_nodes_are_shared_as_if_all_ways_had_been_tried(costs: str) -> None:
+    """Against every way to give three trees up to five nodes each."""
+    stairs = make_table(lambda s, n, c: 1.0 + (s * n > 8) + (s * n > 16), num_seqs=(3,))
+    table = (TABLES | {"stairs": stairs})[costs]
+    assert table is not None
+    budget, rng = NodeBudget(table, 5), random.Random(0)
+
+    def gain(rates: list[float], nodes: Sequence[int]) -> float:
+        tokens = sum(expected_tokens(rate, n) for rate, n in zip(rates, nodes, strict=True))
+        return tokens / table.seconds(3, sum(nodes) / 3, 100)
+
+    for _ in range(40):
+        rates = [round(rng.random(), 2) for _ in range(3)]
+        num_rows = rng.choice([0, 3, 7, 12])
+        got = budget._share(rates, [5] * 3, num_rows, 100)
+        ways = [nodes for nodes in product(range(1, 6), repeat=3) if sum(nodes) - 3 <= num_rows]
+        assert gain(rates, got) == pytest.approx(max(gain(rates, nodes) for nodes in ways))
+        assert sum(got) - 3 <= num_rows
+
+
+def test_one_tree_may_have_64_nodes_where_another_has_one() -> None:
+    budget, good, bad = NodeBudget(LINEAR, 64), make_request(0), make_request(1)
+    shared = []
+    for _ in range(60):
+        nodes = budget.allot([good, bad], 128)
+        shared.append(tuple(nodes))
+        for request, most in zip((good, bad), nodes, strict=True):
+            depth = most - 1 if request is good else 0
+            request.stats.count(depth + 1, depth, depth == most - 1, most - 1)
+            budget.observe(request, most)
+    assert shared[-1] in ((64, 1), (64, PROBE_NODES)) and (64, 1) in shared[-5:]
+    assert shared[0][0] == shared[0][1] > 1, "nothing is known yet"
+
+
+def test_few_rows_go_to_those_who_make_most_of_them() -> None:
+    for table in (None, FREE):
+        budget = NodeBudget(table, 64)
+        assert budget._share([0.9, 0.5, 0.1], [64] * 3, 4, 100) == [5, 1, 1]  # 0.9⁴ is more than 0.5
+        assert budget._share([0.6, 0.5, 0.1], [64] * 3, 4, 100) == [3, 3, 1]
+        assert budget._share([0.6, 0.6, 0.6], [64, 1, 64], 3, 100) == [3, 1, 2]
+    assert NodeBudget(None, 8)._share([0.0, 0.5], [8, 8], 100, 100) == [8, 8]
+
+
+def test_scarce_rows_are_not_kept_for_trees_that_the_drafter_does_not_make() -> None:
+    budget, requests = NodeBudget(None, 64), [make_request(i) for i in range(4)]
+    assert budget.allot(requests, 4 * 63) == [64] * 4
+    assert budget.allot(requests, 4 * 63, busy=True) == [PROBE_NODES + 1] * 4
+    assert budget.allot(requests, 200) == [PROBE_NODES + 1] * 4
+    requests[0].stats.count(1, 0, False, 15)
+    budget.observe(requests[0], 64)
+    assert budget.allot(requests, 4 * 63, busy=True) == [17] * 4
+
+
+def test_the_last_token_needs_no_draft() -> None:
+    budget, request, other = NodeBudget(None, 8), make_request(0), make_request(1)
+    request.tokens += [1] * 499
+    assert budget.allot([request, other], 100) == [1, 8]
+
+
+def test_trees_of_one_step_differ_in_size(tiny: PreTrainedModel, answer: list[int]) -> None:
+    """One request's drafts are all right, the other's all wrong."""
+
+    class Half(OracleDrafter):
+        sizes: list[tuple[int, ...]] = []
+
+        def propose(self, queries: Sequence[DraftQuery]) -> TokenTree:
+            self.sizes.append(tuple(q.max_nodes for q in queries))
+            return super().propose(queries)
+
+    drafter = Half(lambda q: answer[q.num_output :] if q.tokens[0] == PROMPT[0] else [(q.tokens[-1] + 1) % 97] * 64)
+    asked = [SamplingParams(max_new_tokens=64), SamplingParams(max_new_tokens=30)]
+    got = outputs(run(make_engine(tiny, drafter, cost_table=LINEAR, max_nodes=16), [PROMPT, [3]], asked))
+    assert got == [answer, outputs(run(make_engine(tiny), [[3]], asked[1:]))[0]]
+    assert (16, 1) in drafter.sizes
 
 
 def test_a_request_that_keeps_failing_is_probed_ever_more_rarely_and_comes_back() -> None:
     budget, request = NodeBudget(LINEAR, 64), make_request()
-    first = budget.limit(request, 1)
-    assert first == budget._alone(1, 64, FIRST_RATE) > 1
+    first = limit(budget, request)
+    assert first == best_alone(LINEAR, FIRST_RATE) > 1
     nodes = [step(budget, request, 0) for _ in range(400)]
     probes = [i for i, n in enumerate(nodes) if n > 1 and i > 20]
     assert {nodes[i] for i in probes} == {PROBE_NODES}
@@ -179,16 +298,16 @@ def test_a_request_that_keeps_failing_is_probed_ever_more_rarely_and_comes_back(
 
 def test_a_probe_waits_until_the_drafter_has_something() -> None:
     budget, request = NodeBudget(LINEAR, 64), make_request()
-    while budget.limit(request, 1) > 1:
+    while limit(budget, request) > 1:
         step(budget, request, 0)
-    while budget.limit(request, 1) == 1:
+    while limit(budget, request) == 1:
         step(budget, request, 0)
     for _ in range(10):  # the drafter finds nothing
         request.stats.count(1, 0, True, 0)
-        budget.observe(request, budget.limit(request, 1))
-    assert budget.limit(request, 1) == PROBE_NODES
+        budget.observe(request, limit(budget, request))
+    assert limit(budget, request) == PROBE_NODES
     step(budget, request, 0)
-    assert budget.limit(request, 1) == 1
+    assert limit(budget, request) == 1
 
 
 def shared_step(budget: NodeBudget, requests: list[Request], accepted: list[int], drafted: bool = True) -> int:
@@ -227,9 +346,9 @@ def test_requests_learn_apart_and_are_forgotten() -> None:
     for _ in range(12):
         step(budget, good, 64)
         step(budget, bad, 0)
-    assert budget.limit(good, 1) == 64 > budget.limit(bad, 1)
+    assert limit(budget, good) == 64 > limit(budget, bad)
     budget.forget(1)
-    assert budget.limit(make_request(1), 1) == budget._alone(1, 64, FIRST_RATE)
+    assert limit(budget, make_request(1)) == best_alone(LINEAR, FIRST_RATE)
 
 
 @pytest.mark.parametrize("costs", sorted(TABLES))
@@ -260,7 +379,7 @@ def test_the_drafter_is_asked_for_what_pays(tiny: PreTrainedModel, answer: list[
         drafter = Recording({tuple(PROMPT): answer})
         run(make_engine(tiny, drafter, cost_table=table), [PROMPT], [SamplingParams(max_new_tokens=64)])
         budgets[name] = drafter.budgets[:-1]  # the last token needs no draft
-    assert set(budgets["none"]) == set(budgets["free"][:3]) == {64}
+    assert set(budgets["none"]) == {64} and min(budgets["free"][:3]) > 40
     assert set(budgets["dear"]) == {1}
     assert budgets["linear"][0] > 1 and sum(n > 1 for n in budgets["linear"]) < 16
     assert 1 < budgets["linear"][-1] or 1 in budgets["linear"]

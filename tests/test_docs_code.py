@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from specdec.cli.main import main
 from specdec.drafters.heads import save_heads
 from specdec.drafters.registry import DRAFTERS
 from specdec.hub.load import load
+from specdec.kernels.formats import FORMATS
 from specdec.models.families import FAMILIES
 from specdec.training.hidden import new_heads
+from tests.server import Served, served, tiny_llm
 
 REAL = ("README.md", "quickstart.md", "dropin.md")
 """Pages whose blocks are also run with the model that they name."""
+SERVER = "http://127.0.0.1:8000"
+"""Where pages expect a server."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -28,10 +33,12 @@ def blocks(page: Path, language: str) -> list[str]:
 PAGES = [page for page in documents() if blocks(page, "python")]
 
 
-def run_page(page: Path) -> None:
+def run_page(page: Path, server: Served | None = None) -> None:
     """Run a page's blocks one after the other, as a reader would in one session."""
     names: dict[str, Any] = {}
     for number, block in enumerate(blocks(page, "python"), 1):
+        if server is not None:
+            block = block.replace(SERVER, server.url)
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
@@ -46,7 +53,7 @@ def heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def registries() -> Iterator[None]:
     """What tutorials add is gone afterwards."""
-    tables: list[dict[str, Any]] = [DRAFTERS, FAMILIES]
+    tables: list[dict[str, Any]] = [DRAFTERS, FAMILIES, FORMATS]
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):
@@ -59,10 +66,12 @@ def registries() -> Iterator[None]:
 def test_python_blocks_run_over_a_tiny_model(
     page: Path, folder: Path, heads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default model's name stands for the tiny one."""
+    """The default model's name stands for the tiny one; a page that asks a server has one."""
     monkeypatch.setattr("specdec.hub.fetch.pull", lambda name: folder)
     monkeypatch.chdir(heads)
-    run_page(page)
+    asks = SERVER in page.read_text(encoding="utf-8")
+    with served(tiny_llm(), model_name="smollm2-135m") if asks else nullcontext() as server:
+        run_page(page, server)
 
 
 @pytest.mark.model

@@ -15,7 +15,7 @@ from specdec.errors import ConfigError
 from specdec.models.decoder import Decoder
 from specdec.outputs import TARGET
 from tests.conftest import VOCAB, tiny_llama
-from tests.engines import drain, make_engine, outputs, run
+from tests.engines import Optimist, drain, make_engine, outputs, run
 from tests.letters import letters
 from tests.scripted import OracleDrafter, RandomDrafter
 
@@ -76,6 +76,7 @@ def test_tokens_never_change(name, batch_size, max_nodes, tiny, plain) -> None: 
 @pytest.mark.parametrize("name", MAKERS)
 def test_tokens_never_change_under_preemption_and_chunked_prompts(name, tiny, plain_long) -> None:  # type: ignore[no-untyped-def]
     engine = make_engine(tiny, MAKERS[name](tiny), num_blocks=6, max_model_len=96, max_num_batched_tokens=24)
+    engine.scheduler.lengths = Optimist()
     for pages in (*engine.pages.k, *engine.pages.v):
         pages.fill_(torch.nan)
     assert outputs(run(engine, PROMPTS, asks(32))) == plain_long
@@ -109,6 +110,7 @@ def test_it_catches_up_after_rejections(tiny: PreTrainedModel, plain: list[list[
 
         def __init__(self) -> None:
             self.model, self.random, self.steps, self.log = perfect(tiny, (1, 1, 1)), RandomDrafter(), 0, []
+            self.kv_layouts = self.model.kv_layouts
 
         def attach(self, pages, pool):  # type: ignore[no-untyped-def]
             self.model.attach(pages, pool)

@@ -17,7 +17,7 @@ from specdec.outputs import TARGET, SpeculationStats
 from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree, chain_parents
 from tests.conftest import VOCAB, tiny_llama
-from tests.engines import drain, make_engine, outputs, run
+from tests.engines import Optimist, drain, make_engine, outputs, run
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -116,6 +116,24 @@ def test_proposers_and_counters_of_an_oracle(tiny: PreTrainedModel, answer: list
     assert stats.mean_acceptance_length == pytest.approx(10 / 3)
 
 
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_a_request_may_limit_its_own_drafts(limit: int, tiny: PreTrainedModel, answer: list[int]) -> None:
+    params = [SamplingParams(max_new_tokens=24, num_speculative_tokens=k) for k in (limit, None)]
+    limited, free = run(make_engine(tiny, OracleDrafter({tuple(PROMPT): answer})), [PROMPT, PROMPT], params)
+    assert outputs([limited]) == outputs([free]) == [answer[:24]]
+    assert len(limited.stats.accepted_by_depth) == limit < len(free.stats.accepted_by_depth)
+
+
+def test_stats_add_up() -> None:
+    total = SpeculationStats()
+    for num_kept, depth in ((3, 2), (1, 1), (5, 4)):
+        own = SpeculationStats()
+        own.count(num_kept, depth, True, 4)
+        total.add(own)
+    assert (total.num_forwards, total.num_output_tokens, total.num_draft_tokens) == (3, 9, 12)
+    assert total.accepted_by_depth == [3, 2, 1, 1] and total.num_accepted_tokens == 7
+
+
 def test_stats_count_what_was_delivered_only() -> None:
     stats = SpeculationStats()
     assert (stats.mean_acceptance_length, stats.draft_acceptance_rate) == (0, 0)
@@ -144,16 +162,17 @@ class Misbehaving(NoDrafter):
     "trees, message",
     [
         ([], "0 trees for 1 sequences"),
-        ([[8]], "a root of request 0 that is not its last token"),
-        ([[9, 1, 2, 3]], "4 nodes for request 0, whose budget is 3"),
+        ([[8]], "a root that is not the request's last token"),
+        ([[9, 1, 2, 3]], "4 nodes where the budget is 3"),
         ([[9, VOCAB]], "a token id outside the vocabulary"),
     ],
 )
 def test_a_faulty_drafter_is_named(trees: list[list[int]], message: str, tiny: PreTrainedModel) -> None:
     engine = make_engine(tiny, Misbehaving(trees), max_nodes=3)
-    engine.add(PROMPT, SamplingParams())
-    with pytest.raises(SpecdecError, match=message):
-        engine.step()
+    request = engine.add(PROMPT, SamplingParams())
+    drain(engine)
+    with pytest.raises(SpecdecError, match=f"'none' failed for request 0: it proposed {message}"):
+        request.check()
 
 
 @pytest.mark.parametrize(
@@ -198,6 +217,8 @@ def test_stop_strings_need_a_tokenizer(tiny: PreTrainedModel) -> None:
         {"stop_token_ids": [-1]},
         {"logprobs": 10**9},
         {"logprobs": True},
+        {"num_speculative_tokens": 64},
+        {"num_speculative_tokens": -1},
     ],
 )
 def test_absurd_parameters_are_refused_by_name(bad: dict[str, object]) -> None:
@@ -227,15 +248,15 @@ def test_absurd_sizes_are_refused_by_name(bad: dict[str, int]) -> None:
 
 def test_limits_follow_the_model_and_the_pool() -> None:
     layout = KVLayout(2, 2, 8, torch.float64)
-    auto = resolve_limits(EngineConfig(), layout, 100)
+    auto = resolve_limits(EngineConfig(), [layout], 100)
     assert auto.max_model_len == 100 and auto.num_blocks * 16 * layout.bytes_per_token <= 1 << 30
-    big = resolve_limits(EngineConfig(), KVLayout(80, 64, 128, torch.float64), 8192)
+    big = resolve_limits(EngineConfig(), [KVLayout(80, 64, 128, torch.float64)], 8192)
     assert big.num_blocks == 512  # never less than one whole request
-    assert resolve_limits(EngineConfig(num_blocks=3), layout, 100).max_model_len == 48
+    assert resolve_limits(EngineConfig(num_blocks=3), [layout], 100).max_model_len == 48
     with pytest.raises(ConfigError, match="max_model_len 101 is beyond the model's 100"):
-        resolve_limits(EngineConfig(max_model_len=101), layout, 100)
+        resolve_limits(EngineConfig(max_model_len=101), [layout], 100)
     with pytest.raises(ConfigError, match="give at least 7 blocks"):
-        resolve_limits(EngineConfig(max_model_len=100, num_blocks=3), layout, 100)
+        resolve_limits(EngineConfig(max_model_len=100, num_blocks=3), [layout], 100)
 
 
 def test_abort_frees_at_once_and_twice_is_harmless(tiny: PreTrainedModel) -> None:
@@ -309,6 +330,7 @@ def test_n_answers_under_preemption(tiny: PreTrainedModel) -> None:
     params = [SamplingParams(max_new_tokens=40, temperature=1.5, seed=seed) for seed in range(4)]
     want = [outputs(run(make_engine(tiny), [prompt], [p]))[0] for p in params]
     engine = make_engine(tiny, RandomDrafter(), num_blocks=8, max_model_len=96)
+    engine.scheduler.lengths = Optimist()
     first = engine.add(prompt, params[0])
     requests = [first, *(engine.add(prompt, p) for p in params[1:])]
     drain(engine)

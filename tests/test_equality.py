@@ -14,7 +14,7 @@ from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.protocol import Drafter
 from specdec.params import SamplingParams
 from tests.conftest import VOCAB
-from tests.engines import make_engine, outputs, run
+from tests.engines import Optimist, make_engine, outputs, run
 from tests.hydra import random_hydra, random_recurrent
 from tests.medusa import SIZE, random_medusa, successor, walking_medusa, walking_model
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter, SometimesDrafter
@@ -97,6 +97,7 @@ def test_preemption_and_chunked_prompts_change_no_token(kind, make, tiny, alone)
     for seed in range(4):
         drafter = SometimesDrafter(answers, 0.3, seed=seed)
         engine = make_engine(tiny, drafter, num_blocks=6, max_model_len=96, max_num_batched_tokens=16)
+        engine.scheduler.lengths = Optimist()
         assert outputs(run(engine, PROMPTS, [make(i) for i in range(len(PROMPTS))])) == alone[kind]
         assert engine.scheduler.num_preemptions, "the pool was roomy enough: this test shows nothing"
 

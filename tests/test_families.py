@@ -151,7 +151,7 @@ def test_trees_that_cross_the_window_change_no_token(name, max_nodes, temperatur
     """CASES i1: the window counts depth, not rows. Trees of 64 nodes are far larger than the window, chains deeper."""
     model, plain = sliding
     answers = plain[temperature]
-    engine = make_engine(model, DRAFTERS[name](answers), max_nodes=max_nodes, max_num_batched_tokens=80)
+    engine = make_engine(model, DRAFTERS[name](answers), max_nodes=max_nodes, max_num_batched_tokens=512)
     params = [SamplingParams(max_new_tokens=24, temperature=temperature, seed=i) for i in range(4)]
     requests = run(engine, PROMPTS, params)
     assert dict(zip(answers, outputs(requests), strict=True)) == answers

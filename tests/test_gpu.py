@@ -7,6 +7,7 @@ from specdec import LLM, SamplingParams
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.protocol import Drafter
+from specdec.kernels.formats import FORMATS
 from specdec.models.decoder import Decoder
 from tests.conftest import VOCAB, tiny_llama
 from tests.engines import make_engine, outputs, run
@@ -44,10 +45,14 @@ def test_a_gpu_is_the_default_and_bf16_its_dtype(folder) -> None:  # type: ignor
     assert len(llm.generate("hello", SamplingParams(max_new_tokens=8))[0].token_ids) == 8
 
 
+@pytest.mark.parametrize("pages", ["auto", *FORMATS])
 @pytest.mark.parametrize("name", ["none", "ngram", "random", "medusa", "hydra", "recurrent"])
-def test_bf16_tokens_depend_on_neither_drafter_nor_batch_nor_capture(name: str) -> None:
-    model = tiny_llama(dtype=torch.bfloat16).to("cuda")
-    alone = [outputs(run(make_engine(model), [p], [a]))[0] for p, a in zip(PROMPTS, asks(), strict=True)]
+def test_bf16_tokens_depend_on_neither_drafter_nor_batch_nor_capture(name: str, pages: str) -> None:
+    model = tiny_llama(dtype=torch.bfloat16, head_dim=32).to("cuda")
+    alone = [
+        outputs(run(make_engine(model, kv_cache_dtype=pages), [p], [a]))[0]
+        for p, a in zip(PROMPTS, asks(), strict=True)
+    ]
     for cuda_graphs in (True, False):
         drafters: dict[str, Drafter | None] = {
             "none": None,
@@ -57,6 +62,6 @@ def test_bf16_tokens_depend_on_neither_drafter_nor_batch_nor_capture(name: str) 
             "hydra": random_hydra(model),
             "recurrent": random_recurrent(model),
         }
-        engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs)
+        engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs, kv_cache_dtype=pages)
         assert (engine.graphs is not None) == (cuda_graphs and name != "random")
         assert outputs(run(engine, PROMPTS, asks())) == alone

@@ -4,6 +4,8 @@ Without a GPU nothing is captured: the same step runs in Triton's interpreter, o
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from specdec.engine.graphs import ADMIT_EVERY, Outcome
 from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
 from specdec.engine.request import Request
 from specdec.errors import SpecdecError
+from specdec.kernels.formats import FORMATS
 from specdec.kernels.ops import triton_ops
 from specdec.models.decoder import Decoder
 from specdec.models.load import make_target
@@ -25,7 +28,7 @@ from specdec.params import SamplingParams
 from specdec.verifier.rules import TypicalRule
 from specdec.verifier.tree import TokenTree
 from tests.conftest import tiny_llama
-from tests.engines import drain, make_engine, outputs, run
+from tests.engines import Optimist, drain, make_engine, outputs, run
 from tests.hydra import random_hydra, random_recurrent, walking_hydra
 from tests.kernels import DEVICE, ON_GPU
 from tests.medusa import random_medusa, walking_medusa, walking_model
@@ -60,7 +63,8 @@ class BushDrafter:
 
     def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         root, lengths = query.roots(), query.lengths
-        tokens = torch.cat([root, (root + 1) % 97, self._next[root], self._next[self._next[root]]], 1)[:, :num_nodes]
+        tokens = torch.cat([root, (root + 1) % 97, self._next[root], self._next[self._next[root]]], 1)
+        tokens = tokens[:, :num_nodes].contiguous()
         parents = self._parents[:, :num_nodes].expand(len(tokens), -1)
         count = torch.full_like(lengths, num_nodes, dtype=torch.int32)
         return tokens, parents, torch.where(lengths > 0, count, 0)
@@ -73,7 +77,7 @@ class BushDrafter:
     def forget(self, request_ids: Collection[int]) -> None: ...
 
 
-def graph_engine(drafter: object = None, model: PreTrainedModel | None = None, **config: int) -> Engine:
+def graph_engine(drafter: object = None, model: PreTrainedModel | None = None, **config: Any) -> Engine:
     model = model or tiny_llama(**SIZE).to(DEVICE)
     engine = make_engine(Decoder(model, triton_ops()), drafter or NoDrafter(), **config)  # type: ignore[arg-type]
     assert engine.graphs is not None
@@ -102,6 +106,28 @@ def test_tokens_are_those_of_eager_steps(name: str) -> None:
     assert [r.finish_reason for r in requests] == ["length"] * 3
     if name == "bush":
         assert max(r.stats.mean_acceptance_length for r in requests) > 1.2, "no draft was right: nothing was tested"
+
+
+def test_a_request_may_limit_its_own_drafts() -> None:
+    want = plain(GREEDY)
+    params = [replace(p, num_speculative_tokens=k) for p, k in zip(GREEDY, (0, 2, None), strict=True)]
+    requests = run(graph_engine(BushDrafter(successors(want)), max_nodes=4), PROMPTS, params)
+    assert outputs(requests) == want
+    assert requests[0].stats.num_draft_tokens == 0 and requests[0].stats.mean_acceptance_length == 1
+    drafted = [r.stats.num_draft_tokens / max(1, r.stats.num_drafts) for r in requests]
+    assert 0 < drafted[1] <= 2 < drafted[2] <= 3
+
+
+@pytest.mark.parametrize("name", FORMATS if ON_GPU else ["int4"])
+def test_quantized_pages_change_with_no_tree(name: str) -> None:
+    """Accepted nodes move with their scales, inside the captured step."""
+    params = [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=6, seed=1, temperature=1.1)]
+    model = tiny_llama(**(SIZE | {"head_dim": 32})).to(DEVICE)
+    want = outputs(run(graph_engine(model=model, kv_cache_dtype=name), PROMPTS[:2], params))
+    engine = graph_engine(BushDrafter(successors(want)), model, max_nodes=4, kv_cache_dtype=name)
+    requests = run(engine, PROMPTS[:2], params)
+    assert outputs(requests) == want
+    assert max(r.stats.mean_acceptance_length for r in requests) > 1.2, "no draft was right: nothing was tested"
 
 
 @pytest.mark.parametrize("random_heads", [random_medusa, random_hydra, random_recurrent])
@@ -198,10 +224,28 @@ def test_an_abort_in_flight() -> None:
     assert requests[0].finish_reason == "abort" and outputs(requests[1:]) == want[1:]
 
 
+def test_an_aborted_request_is_asked_again_while_its_step_is_in_flight() -> None:
+    """CASES e1: its blocks go to others at once, though a step that was launched still writes to them."""
+    want = plain(GREEDY, max_model_len=32)
+    engine = graph_engine(num_blocks=7, max_model_len=32)
+    assert engine.graphs is not None
+    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS]
+    again = []
+    for i, request in enumerate(requests):
+        while not engine.graphs._flying:
+            engine.step()
+        engine.abort(request)
+        engine.check_integrity()
+        again.append(engine.add(PROMPTS[i], GREEDY[0]))
+    drain(engine)
+    assert outputs(again) == want
+
+
 def test_a_small_pool_goes_back_to_eager_steps() -> None:
     """Where blocks can't be reserved ahead, eager steps preempt; tokens stay the same."""
     params, prompts = [SamplingParams(max_new_tokens=8)] * 2, [[5, 6] * 6, [11, 12, 13] * 4]
     engine = graph_engine(num_blocks=3, max_model_len=48)
+    engine.scheduler.lengths = Optimist()
     assert outputs(run(engine, prompts, params)) == plain(params, prompts, max_model_len=48)
     assert engine.graphs is not None and engine.graphs.stats.num_graphs and engine.scheduler.num_preemptions
 
@@ -271,19 +315,57 @@ def test_a_model_that_fails_is_named() -> None:
         engine.step()
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(SpecdecError, match="hold NaN"):
-        drain(engine)
+    drain(engine)
+    assert (request.finish_reason, isinstance(request.error, SpecdecError)) == ("error", True)
+    assert str(request.error) == "the target's logits for request 0 hold NaN, or -inf alone"
 
 
-def test_what_others_emitted_is_delivered_before_a_failure_is_raised() -> None:
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's NumPy
+def test_a_dead_end_in_flight_ends_its_own_request() -> None:
+    """A token that only one request says leads to a row of NaN."""
+    params = [GREEDY[0], SamplingParams(max_new_tokens=6, seed=2, temperature=1.5), GREEDY[0]]
+    want = plain(params)
+    others = {*want[0], *want[2], want[1][0], *(token for prompt in PROMPTS for token in prompt)}
+    end = next(token for token in want[1][1:-1] if token not in others)
+    told = want[1].index(end) + 1
+    model = tiny_llama(**SIZE).to(DEVICE)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[end] = torch.nan
+    engine = graph_engine(model=model)
+    requests = [engine.add(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    drain(engine)
+    assert engine.graphs is not None and engine.graphs.stats.num_graphs > 0
+    assert outputs(requests) == [want[0], want[1][:told], want[2]]
+    assert [r.finish_reason for r in requests] == ["length", "error", "length"]
+    with pytest.raises(SpecdecError, match="request 1 hold NaN"):
+        requests[1].check()
+
+
+def test_tokens_before_a_dead_end_are_delivered() -> None:
     engine = graph_engine()
-    requests = [engine.add(prompt, GREEDY[0]) for prompt in PROMPTS[:2]]
-    while min(r.num_output for r in requests) < 2:
+    request = engine.add(PROMPTS[0], GREEDY[0])
+    while request.num_output < 2:
         engine.step()
-    lengths = [r.num_output for r in requests]
-    with pytest.raises(SpecdecError, match=f"request {requests[0].id} hold NaN"):
-        engine._emit_captured([Outcome(requests[0], [-1], True, 1, 1), Outcome(requests[1], [5], True, 1, 1)])
-    assert [r.num_output for r in requests] == [lengths[0], lengths[1] + 1]
+    engine._emit_captured([Outcome(request, [7, -1], False, 3, 4)])
+    assert (request.tokens[-1], request.num_output, request.finish_reason) == (7, 3, "error")
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_a_callback_that_raises_in_a_captured_step() -> None:
+    want = plain(GREEDY)
+
+    def stopping(request: Request) -> bool:
+        if request.num_output == 3:
+            raise KeyError("mine")
+        return False
+
+    engine = graph_engine()
+    requests = [
+        engine.add(prompt, GREEDY[0], stopping=stopping if i == 0 else None) for i, prompt in enumerate(PROMPTS)
+    ]
+    drain(engine)
+    assert outputs(requests) == [want[0][:3], *want[1:]]
+    assert isinstance(requests[0].error, KeyError)
 
 
 def test_a_measured_captured_step_has_full_chains() -> None:

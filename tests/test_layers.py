@@ -21,7 +21,10 @@ LAYERS = {
     "specdec.build": 7,
     "specdec.hf": 7,
     "specdec.llm": 7,
+    "specdec.bench": 8,
     "specdec.cli": 8,
+    "specdec.encode": 7,
+    "specdec.server": 8,
 }
 FOLDERS = {"kernels", "cache", "verifier", "drafters", "training"}
 
@@ -34,7 +37,10 @@ def layer_of(module: str) -> int | None:
 def sources() -> dict[str, Path]:
     """Dotted name → file of every module of the package, each once: through its real folder."""
     paths = [*(ROOT / "specdec").glob("*.py")]
-    for folder in [*FOLDERS, "specdec/engine", "specdec/models", "specdec/hub", "specdec/hf", "specdec/cli"]:
+    for folder in [
+        *FOLDERS,
+        *(f"specdec/{name}" for name in ("engine", "models", "hub", "hf", "bench", "cli", "server")),
+    ]:
         paths += (ROOT / folder).rglob("*.py")
     named = {}
     for path in paths:

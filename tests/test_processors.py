@@ -514,15 +514,17 @@ def test_parameters_that_do_not_fit_the_vocabulary_are_refused_before_any_work(
 )
 def test_a_request_that_leaves_itself_no_choice_is_told_so(asked: dict[str, object], message: str) -> None:
     engine = make_engine(small(), RandomDrafter())
-    engine.add([50, 51], SamplingParams(max_new_tokens=4, **asked))  # type: ignore[arg-type]
+    request = engine.add([50, 51], SamplingParams(max_new_tokens=4, **asked))  # type: ignore[arg-type]
+    drain(engine)
     with pytest.raises(InvalidRequest, match=message):
-        drain(engine)
+        request.check()
 
 
 def test_a_fault_of_the_target_is_not_blamed_on_the_request() -> None:
     query = VerifyQuery(SamplingParams(repetition_penalty=1.2), [1], 0)
-    with pytest.raises(SpecdecError, match="the target's logits for sequence 0, output position 0 hold NaN"):
-        CoupledRule()(TokenTree.roots([1]), torch.full((1, V), math.nan), [query], V)
+    (accepted,) = CoupledRule()(TokenTree.roots([1]), torch.full((1, V), math.nan), [query], V)
+    assert isinstance(accepted.error, SpecdecError) and not isinstance(accepted.error, InvalidRequest)
+    assert str(accepted.error) == "the target's logits for sequence 0, output position 0 hold NaN, or -inf alone"
 
 
 def test_parameters_are_copied_compared_and_hashed_by_value() -> None:

@@ -1,6 +1,7 @@
 """The token tree: building, ancestor masks, merging paths, refusals."""
 
 import pytest
+import torch
 
 from specdec.verifier.tree import MAX_NODES, TokenTree, chain_parents, merge_paths
 
@@ -73,3 +74,13 @@ def test_what_is_no_tree_is_refused_by_sequence_and_node(tokens, parents, messag
 def test_token_and_parent_lists_must_match_in_number():
     with pytest.raises(ValueError):
         TokenTree.build([[1], [2]], [[-1]])
+
+
+def test_trees_of_several_batches_stand_behind_each_other() -> None:
+    one = TokenTree.build([[1, 2, 3], [4]], [[-1, 0, 0], [-1]], ["a", "b", "a", "a"])
+    other = TokenTree.build([[5, 6]], [[-1, 0]], ["b", "b"])
+    joined = TokenTree.join([TokenTree.build([], []), one, other])
+    want = TokenTree.build([[1, 2, 3], [4], [5, 6]], [[-1, 0, 0], [-1], [-1, 0]], ["a", "b", "a", "a", "b", "b"])
+    assert (joined.cu_nodes, joined.proposers) == (want.cu_nodes, want.proposers)
+    for name in ("tokens", "parents", "depth", "ancestors"):
+        assert torch.equal(getattr(joined, name), getattr(want, name)), name

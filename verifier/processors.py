@@ -25,7 +25,9 @@ from specdec.verifier.warpers import warp
 __all__ = ["NodeContext", "VerifyQuery", "process_logits"]
 
 
-def process_logits(logits: Tensor, nodes: Sequence[NodeContext], num_real_tokens: int) -> Tensor:
+def process_logits(
+    logits: Tensor, nodes: Sequence[NodeContext], num_real_tokens: int, failures: dict[int, Exception] | None = None
+) -> Tensor:
     """Return the scores that each node's choice is made by; dropped tokens hold -inf.
 
     Ids from `num_real_tokens` on pad the vocabulary and are dropped in every row. A row whose request asks for
@@ -36,6 +38,8 @@ def process_logits(logits: Tensor, nodes: Sequence[NodeContext], num_real_tokens
         logits: [R, V] floating point; never changed.
         nodes: the R rows' contexts.
         num_real_tokens: how many ids the tokenizer knows, 1 to V.
+        failures: takes by `NodeContext.sequence` what a request's own processors raised; its row holds NaN then. None
+            raises it.
 
     Returns:
         [R, V] float32, or float64 if the logits are. May share memory with `logits`.
@@ -51,7 +55,7 @@ def process_logits(logits: Tensor, nodes: Sequence[NodeContext], num_real_tokens
     scores = mask_banned(penalize(scores, nodes), nodes)
 
     def call_own(chosen: Tensor, asking: Sequence[NodeContext]) -> Tensor:
-        called = [_call_own(row, node) for row, node in zip(torch.split(chosen, 1), asking, strict=True)]
+        called = [_call_own(row, node, failures) for row, node in zip(torch.split(chosen, 1), asking, strict=True)]
         return _drop_padding(torch.cat(called), num_real_tokens)
 
     return warp(change_where(lambda p: p.logits_processors, scores, nodes, call_own), nodes)
@@ -63,12 +67,18 @@ def _drop_padding(scores: Tensor, num_real_tokens: int) -> Tensor:
     return scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) >= num_real_tokens, -torch.inf)
 
 
-def _call_own(scores: Tensor, node: NodeContext) -> Tensor:
+def _call_own(scores: Tensor, node: NodeContext, failures: dict[int, Exception] | None) -> Tensor:
     """Pass a row [1, V] through its request's own processors, which may write into what they get."""
     result = scores.clone()
-    for processor in node.params.logits_processors:
-        result = processor(node.prefix(scores.device).clone().unsqueeze(0), result)
-        _check_result(processor, result, scores)
+    try:
+        for processor in node.params.logits_processors:
+            result = processor(node.prefix(scores.device).clone().unsqueeze(0), result)
+            _check_result(processor, result, scores)
+    except Exception as error:  # the user's code may raise anything; it concerns its own request alone
+        if failures is None:
+            raise
+        failures[node.sequence] = error
+        return torch.full_like(scores, torch.nan)
     return result.to(scores)
 
 

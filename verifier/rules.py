@@ -31,11 +31,14 @@ class Accepted:
         tokens: the tokens to emit: those of path[1:], then the bonus token; as many as `path` has nodes.
         scores: if the query asked to keep them, [K, V] float32 or float64: for each of the K tokens the processed
             scores it was chosen by, before the noise; else None.
+        error: why nothing could be chosen at the path's last node; then there is no bonus token. Plain decoding would
+            have met it after the same tokens.
     """
 
     path: tuple[int, ...]
     tokens: tuple[int, ...]
     scores: Tensor | None = field(default=None, compare=False)
+    error: Exception | None = None
 
 
 class AcceptanceRule(Protocol):
@@ -58,11 +61,12 @@ class AcceptanceRule(Protocol):
             num_real_tokens: how many ids the tokenizer knows; the others pad the vocabulary.
 
         Returns:
-            What each of the B sequences gained.
+            What each of the B sequences gained; those that came to a dead end say why in `error`:
+            SpecdecError: the logits of a visited node hold NaN, or -inf alone.
+            InvalidRequest: the request's parameters leave no token to choose at a visited node.
+            Anything else: its own logits processors raised it.
 
         Raises:
-            SpecdecError: the logits of a visited node hold NaN, or -inf alone.
-            InvalidRequest: the processors of a request leave no token to choose at a visited node.
             ValueError: the arguments' sizes differ.
         """
         ...
@@ -208,25 +212,32 @@ def _walk(
     paths = [[start] for start in tree.cu_nodes[:-1]]  # rows of the batch
     emitted: list[list[int]] = [[] for _ in queries]
     kept: list[list[Tensor]] = [[] for _ in queries]
+    failures: dict[int, Exception] = {}
     active = list(range(len(queries)))
     while active:
         nodes = [NodeContext(b, queries[b], tuple(emitted[b])) for b in active]
         rows = torch.tensor([paths[b][-1] for b in active], device=logits.device)
         visited = logits[rows]
-        scores = process_logits(visited, nodes, num_real_tokens)
+        scores = process_logits(visited, nodes, num_real_tokens, failures)
         drafts = [list(children[paths[b][-1]]) for b in active]
         for row, (node, token) in enumerate(zip(nodes, pick(scores, nodes, drafts).tolist(), strict=True)):
+            path = paths[node.sequence]
+            path.append(children[path[-1]].get(token, -1))
             if token < 0:
-                raise _no_choice(node, visited[row, :num_real_tokens])
+                failures.setdefault(node.sequence, _no_choice(node, visited[row, :num_real_tokens]))
+                continue
             if node.query.keep_scores:
                 kept[node.sequence].append(scores[row])
             emitted[node.sequence].append(token)
-            path = paths[node.sequence]
-            path.append(children[path[-1]].get(token, -1))
         active = [b for b in active if paths[b][-1] >= 0]
     return [
-        Accepted(tuple(row - start for row in path[:-1]), tuple(tokens), torch.stack(rows_of) if rows_of else None)
-        for start, path, tokens, rows_of in zip(tree.cu_nodes, paths, emitted, kept, strict=False)
+        Accepted(
+            path=tuple(row - start for row in paths[b][:-1]),
+            tokens=tuple(emitted[b]),
+            scores=torch.stack(kept[b]) if kept[b] else None,
+            error=failures.get(b),
+        )
+        for b, start in enumerate(tree.cu_nodes[:-1])
     ]
 
 

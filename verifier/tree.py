@@ -6,6 +6,7 @@ root alone is plain decoding.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -52,6 +53,18 @@ class TokenTree:
         """Tokens of the nodes of sequence b."""
         tokens: list[int] = self.tokens[self.cu_nodes[b] : self.cu_nodes[b + 1]].tolist()
         return tokens
+
+    @classmethod
+    def join(cls, trees: Sequence["TokenTree"]) -> "TokenTree":
+        """Put the trees of several batches, at least one, behind each other."""
+        return cls(
+            torch.cat([t.tokens for t in trees]),
+            torch.cat([t.parents for t in trees]),
+            torch.cat([t.depth for t in trees]),
+            torch.cat([t.ancestors for t in trees]),
+            tuple(accumulate((t.num_nodes(b) for t in trees for b in range(t.num_sequences)), initial=0)),
+            tuple(name for t in trees for name in t.proposers),
+        )
 
     @classmethod
     def build(

@@ -11,10 +11,12 @@ import triton
 from torch import Tensor
 
 from specdec.kernels.attention import AttentionMetadata
+from specdec.kernels.formats import Pages
 from specdec.kernels.gpu.chain import chain_kernel, merge_kernel
 from specdec.kernels.gpu.chunk import chunk_kernel
 from specdec.kernels.gpu.launch import overlap
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, key_tile, num_splits
+from specdec.kernels.gpu.pages import PagePointers, pointers
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
 from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 
@@ -27,16 +29,13 @@ class _Call:
     """One call's tensors, and what is compiled in: `sizes` for all kernels, `shape` for those that read keys."""
 
     q: Tensor
-    pages: tuple[Tensor, Tensor]
+    pages: tuple[PagePointers, PagePointers]
+    num_kv_heads: int
     out: Tensor
     work: AttentionWork
     factors: tuple[float, float]
     sizes: dict[str, object]
     shape: dict[str, object]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.pages[0].shape[2]
 
     @property
     def group_block(self) -> int:
@@ -46,8 +45,8 @@ class _Call:
 
 def tree_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     meta: AttentionMetadata | AttentionWork,
     *,
     scale: float,
@@ -58,8 +57,8 @@ def tree_attention(
 
     Args:
         q: [N, num_heads, D] contiguous; num_heads is a multiple of num_kv_heads.
-        k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D] contiguous, q's dtype. Slots outside a sequence are
-            never read.
+        k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D] contiguous, of q's dtype or quantized. Slots
+            outside a sequence are never read.
         meta: the batch.
         scale: factor on the scores.
         window: a row at position p sees keys at positions above p - window.
@@ -87,7 +86,9 @@ def tree_attention(
     shape = sizes | {"SOFTCAP": softcap is not None, "WINDOW": window or 0, "BLOCK_SIZE": block_size}
     work = meta.work(num_heads // num_kv_heads, max_block(head_dim))
     factors = (scale, 0.0 if softcap is None else softcap)
-    call = _Call(q, (k_pages, v_pages), torch.empty_like(q), work, factors, sizes, shape)
+    call = _Call(
+        q, (pointers(k_pages), pointers(v_pages)), num_kv_heads, torch.empty_like(q), work, factors, sizes, shape
+    )
     if len(work.chunk_tiles):
         _run_chunks(call)
     if work.arrived is not None:

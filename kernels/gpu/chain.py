@@ -86,7 +86,7 @@ def chain_kernel(
             key = tile * TILE + tl.arange(0, TILE)
             there = key <= last
             slot = slots(table_at, key, there, BLOCK_SIZE)
-            k, v = load_kv(k_ptr, v_ptr, slot, there, kv_head, G, D, BLOCK_D)
+            k, v = load_kv(k_ptr, v_ptr, slot, there, kv_head, q.dtype, G, D, BLOCK_D)
             see = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 see = see & (key[None, :] > position[:, None] - WINDOW)

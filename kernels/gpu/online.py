@@ -13,6 +13,8 @@ Sources: Dao, "FlashAttention-2" (2023); split keys as in Flash-Decoding (2023).
 import triton
 import triton.language as tl
 
+from specdec.kernels.gpu.pages import load_values
+
 SMALL_SPLIT, NUM_SMALL, LARGE_SPLIT = 128, 16, 1024
 """The first 16 splits hold 128 positions each, the others 1,024: short contexts need parallel programs, long ones few
 partial results."""
@@ -98,12 +100,10 @@ def slots(table_ptr, key, ok, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_kv(k_ptr, v_ptr, slot, ok, head, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys and values of slots: [TILE, D] each, 0 where not ok."""
-    d = tl.arange(0, BLOCK_D)
-    at = (slot * G + head)[:, None] * D + d[None, :]
-    see = ok[:, None] & (d < D)[None, :]
-    return tl.load(k_ptr + at, mask=see, other=0.0), tl.load(v_ptr + at, mask=see, other=0.0)
+def load_kv(k_ptr, v_ptr, slot, ok, head, dtype: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys and values of slots, from `PagePointers`: [TILE, D] each, 0 where not ok."""
+    row = slot * G + head
+    return load_values(k_ptr, row, ok, dtype, D, BLOCK_D), load_values(v_ptr, row, ok, dtype, D, BLOCK_D)
 
 
 @triton.jit

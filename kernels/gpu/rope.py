@@ -4,14 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels.formats import Pages
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.pages import pointers, store_values
 
 _HEADS = 4  # heads a program: few enough to spread one row over the device, enough for long prompts
 
 
 @triton.jit
 def _rope_write_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, slots_ptr, qkv_row, qkv_head, cos_row, sin_row,
+    qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_pages, v_pages, slots_ptr, qkv_row, qkv_head, cos_row, sin_row,
     Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     WIDE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -30,18 +32,18 @@ def _rope_write_kernel(
     sin = tl.load(sin_ptr + row * sin_row + col, mask=col < R, other=0).to(WIDE)
     out = tl.where(turns, (x.to(WIDE) * cos + rolled * sin).to(x.dtype), x)
     tl.store(q_ptr + (row * Q + head) * D + col, out, mask=inside & (head < Q))
-    stored = inside & (slot >= 0)
-    k, v = slot * KV + head - Q, slot * KV + head - (Q + KV)
-    tl.store(k_ptr + k * D + col, out.to(k_ptr.dtype.element_ty), mask=stored & (head >= Q) & (head < Q + KV))
-    tl.store(v_ptr + v * D + col, out.to(v_ptr.dtype.element_ty), mask=stored & (head >= Q + KV))
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    key, value = heads - Q, heads - (Q + KV)
+    store_values(k_pages, slot * KV + key, (slot >= 0) & (key >= 0) & (key < KV), out, D, BLOCK)
+    store_values(v_pages, slot * KV + value, (slot >= 0) & (value >= 0) & (value < KV), out, D, BLOCK)
 
 
 def rope_write(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     slot_mapping: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
@@ -54,7 +56,7 @@ def rope_write(
         qkv: [N, num_heads + 2 num_kv_heads, D]: queries, keys, values of each row; the last dimension is dense.
         cos: [N, R], R ≤ D even; only the first R of D dimensions turn.
         sin: [N, R], its first half negated (so that rotation is x · cos + roll(x, R / 2) · sin).
-        k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D], contiguous, written in place.
+        k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D], contiguous, native or quantized, written in place.
         slot_mapping: [N] int64, block · block_size + offset of each row. Beyond the torch reference, −1 marks a
             padded row: it writes no key and no value. Its query is rotated like any other.
         num_heads: number of query heads.
@@ -75,7 +77,7 @@ def rope_write(
         raise ValueError("the last dimension of qkv, cos and sin and the whole of the pages must be dense")
     q = torch.empty(n, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     _rope_write_kernel[(n, triton.cdiv(heads, _HEADS))](
-        qkv, cos, sin, q, k_pages, v_pages, slot_mapping.contiguous(),
+        qkv, cos, sin, q, pointers(k_pages), pointers(v_pages), slot_mapping.contiguous(),
         qkv.stride(0), qkv.stride(1), cos.stride(0), sin.stride(0),
         Q=num_heads, KV=num_kv_heads, D=dim, R=width, HEADS=_HEADS, BLOCK=triton.next_power_of_2(dim),
         WIDE=tl.float64 if qkv.dtype == torch.float64 else tl.float32, **overlap(qkv.device),

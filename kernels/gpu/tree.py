@@ -79,7 +79,7 @@ def context_kernel(
             key = tile * TILE + tl.arange(0, TILE)
             there = key >= 0
             slot = slots(table_at, key, there, BLOCK_SIZE)
-            k, v = load_kv(k_ptr, v_ptr, slot, there, kv_head, G, D, BLOCK_D)
+            k, v = load_kv(k_ptr, v_ptr, slot, there, kv_head, q.dtype, G, D, BLOCK_D)
             see = there[None, :]
             if WINDOW > 0:
                 see = key[None, :] > position[:, None] - WINDOW
@@ -99,7 +99,7 @@ def _path_keys(position, context, ancestors):
 
 @triton.jit
 def _load_path(
-    k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head,
+    k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head, dtype: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def _load_path(
     if (ancestors & (ancestors + 1)) != 0:  # else it is a chain, whose nodes stand in their order
         key = _path_keys(at, context, ancestors)
     slot = slots(table_at, key, see, BLOCK_SIZE)
-    k, v = load_kv(k_ptr, v_ptr, slot, see, kv_head, G, D, BLOCK_D)
+    k, v = load_kv(k_ptr, v_ptr, slot, see, kv_head, dtype, G, D, BLOCK_D)
     return k, v, see
 
 
@@ -164,7 +164,7 @@ def tail_kernel(
     shared = context // TILE
     # The first tile's keys are under way while the splits before are merged.
     k, v, see = _load_path(k_ptr, v_ptr, table_at, shared, position, context, ancestors, kv_head,
-                           WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
+                           q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
     last_split = split_of(shared, SMALL, NUM, LARGE)
     m_of, total_of, acc_of = load_state(m_ptr, total_ptr, acc_ptr, last_split, num_rows, row, head, ok, H, D, BLOCK_D)
     first_split = last_split * 0
@@ -179,7 +179,7 @@ def tail_kernel(
             m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
             m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
         k, v, see = _load_path(k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head,
-                               WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
+                               q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
         m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
     m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
     store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)

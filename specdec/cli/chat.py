@@ -5,11 +5,12 @@ from typing import Any
 
 import click
 
-from specdec.cli.options import make_llm, make_params, model_options, report, sampling_options
+from specdec.cli.options import cache_options, make_llm, make_params, model_options, report, sampling_options
 
 
 @click.command()
 @model_options
+@cache_options
 @sampling_options
 @click.option("--system", help="A system message to start with.")
 def chat(system: str | None, **options: Any) -> None:

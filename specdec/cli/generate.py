@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import make_llm, make_params, model_options, report, sampling_options
+from specdec.cli.options import cache_options, make_llm, make_params, model_options, report, sampling_options
 
 if TYPE_CHECKING:
     from specdec.llm import LLM
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("prompts", metavar="PROMPT...", nargs=-1, required=True)
 @model_options
+@cache_options
 @sampling_options
 @click.option("--chat", "as_chat", is_flag=True, help="Wrap each prompt in the model's chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")

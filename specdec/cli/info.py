@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec import __version__
-from specdec.cli.options import DEFAULT_MODEL, deterministic_option
+from specdec.cli.memory import check_facts, plan_facts
+from specdec.cli.options import DEFAULT_MODEL, cache_options, deterministic_option
 from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,12 +23,23 @@ _PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy", "safetens
 @click.option("--device", default="auto", help="auto takes a GPU where there is one.")
 @click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU.")
 @deterministic_option
+@click.option("--plan", is_flag=True, help="Load the model and say what fits in memory.")
+@click.option("--check-cache", is_flag=True, help="Load the model and measure what each cache format does to it.")
+@click.option("--drafter", default="auto", help="For --plan: a draft model's cache counts too.")
+@cache_options
+@click.option("--max-model-len", type=int, help="For --plan: most tokens of a request.")
+@click.option("--max-num-seqs", type=int, default=16, help="For --plan: requests at once.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def info(as_json: bool, **options: Any) -> None:
+def info(as_json: bool, plan: bool, check_cache: bool, deterministic: bool, **options: Any) -> None:
     """Show versions, the device and what would run there, with the reason for each."""
     import json
 
-    facts = _facts(**options)
+    place = {name: options[name] for name in ("model", "device", "dtype")}
+    facts = _facts(**place, deterministic=deterministic)
+    if plan:
+        facts |= plan_facts(options)
+    if check_cache:
+        facts |= check_facts(**place)
     if as_json:
         click.echo(json.dumps(facts))
         return

@@ -3,12 +3,14 @@
 import click
 
 from specdec import __version__
+from specdec.cli.bench.group import bench
 from specdec.cli.chat import chat
 from specdec.cli.demo import demo
 from specdec.cli.export import export
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.pull import pull
+from specdec.cli.serve import serve
 from specdec.cli.train import train
 from specdec.cli.tree import tree
 from specdec.cli.tune import tune
@@ -45,5 +47,5 @@ def main() -> None:
     """Generate several tokens per forward pass without changing what the model says."""
 
 
-for _command in (generate, chat, pull, info, tune, train, tree, export, demo):
+for _command in (generate, chat, serve, pull, info, tune, train, tree, export, demo, bench):
     main.add_command(_command)

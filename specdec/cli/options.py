@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from specdec.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
+_LLM_OPTIONS = (
+    *(
+        "device",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "kv_group_size",
+        "kv_cache_memory",
+        "gpu_memory_utilization",
+    ),
+    *("max_model_len", "max_num_seqs"),
+)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -29,6 +41,19 @@ def model_options(command: F) -> F:
             "the model, or else n-grams.",
         ),
         click.option("--model", default=DEFAULT_MODEL, help="A folder, a hub id, or a name that `specdec pull` knows."),
+    ):
+        command = option(command)
+    return command
+
+
+def cache_options(command: F) -> F:
+    """Add the options of `EngineConfig` that say how much the KV cache holds."""
+    kinds = click.Choice(["auto", "fp8", "int8", "int4"])
+    for option in (
+        click.option("--gpu-memory-utilization", type=float, help="Share of a GPU's memory for weights and KV cache."),
+        click.option("--kv-cache-memory", help="Bytes of the KV cache, e.g. 2GiB."),
+        click.option("--kv-group-size", type=int, help="Values that share a scale in int8 and int4."),
+        click.option("--kv-cache-dtype", type=kinds, default="auto", help="How keys and values are stored."),
     ):
         command = option(command)
     return command
@@ -67,8 +92,9 @@ def make_llm(options: dict[str, Any]) -> "LLM":
     """Load the model and the drafter that the options name."""
     from specdec.llm import LLM
 
-    names = ("device", "dtype", "quantization")
-    return LLM(options["model"], options["drafter"], **{name: options[name] for name in names})
+    return LLM(
+        options["model"], options["drafter"], **{name: options[name] for name in _LLM_OPTIONS if name in options}
+    )
 
 
 def given_command() -> str:

@@ -15,14 +15,14 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_model_len: int) -> 
     """
     if not prompt:
         raise InvalidRequest("the prompt is empty; give at least one token")
-    bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
-    if bad is not None:
-        raise InvalidRequest(f"token id {bad} is outside the vocabulary of {vocab_size} tokens")
     if len(prompt) >= max_model_len:
         raise InvalidRequest(
             f"the prompt has {len(prompt)} tokens and the context limit is {max_model_len}, "
             "one of which must be left for the answer; shorten the prompt or raise max_model_len"
         )
+    bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
+    if bad is not None:
+        raise InvalidRequest(f"token id {bad} is outside the vocabulary of {vocab_size} tokens")
 
 
 def check_token_ids(

@@ -1,16 +1,18 @@
-"""How many nodes a sequence's tree may have: as many as buy more tokens than their time costs."""
+"""How many nodes the trees of a step may have: as many as buy more tokens than their time costs, given where they buy
+most.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from specdec.engine.cost import CostTable
-from specdec.engine.request import Request
+import numpy as np
 
-FIRST_RATE = 0.7
-"""Acceptance rate that a request is credited with before anything of it was verified."""
-LEARNING_RATE = 0.2
-"""Weight of the newest verified depth in the running acceptance rate."""
+from specdec.engine.cost import CostTable
+from specdec.engine.gains import ChainGains, Gains, TreeGains
+from specdec.engine.request import Request
+from specdec.verifier.tree import MAX_NODES
+
 FIRST_WAIT = 4
 """Steps at one node before a request is probed for the first time."""
 LAST_WAIT = 64
@@ -25,7 +27,7 @@ PROBE_NODES = 4
 
 @dataclass(slots=True)
 class _RequestState:
-    rate: float = FIRST_RATE  # running chance that the next depth of a path is accepted
+    quality: float  # how good its drafts are, as `Gains` counts it
     num_tried: int = 0  # verified depths counted so far
     num_accepted: int = 0
     num_drafted: int = 0
@@ -34,11 +36,16 @@ class _RequestState:
 
 
 class NodeBudget:
-    """Limits each tree to the node count with the most expected tokens a second.
+    """Gives the trees of a step the nodes with the most expected tokens a second.
 
-    A sequence whose drafts are accepted at rate a is expected to emit E(n) = 1 + a + … + a^(n-1) tokens from n nodes.
-    Of the table's node counts, 1 among them, the one with the largest E(n) / seconds wins. The seconds are those of a
-    step whose other sequences have n nodes too, so that each pays for its own rows as if all were alike.
+    A sequence whose drafts are accepted at rate a is expected to emit 1 + a + … + a^(n-1) tokens from n nodes: its n-th
+    node buys a^(n-1) tokens. Where the drafter's tree was measured, a node buys its measured chance instead, times how
+    good the sequence's drafts have been. The nodes of all sequences stand in one line, the best first, and as many are
+    taken as give the most expected tokens ÷ seconds; so one tree may have a single node where another has 64. The
+    seconds are those of a step with as many nodes in all, evenly spread.
+
+    Captured steps are padded: all trees have the nodes of their bucket. There the sequences share one number of nodes,
+    the one with the most expected tokens of all ÷ seconds (`shared_limit`).
 
     A request that is left with one node is probed with a few after 4 such steps, then after 8, 16, … up to 64, so that
     it comes back once its drafts are right again; unless nodes would not pay if all were accepted.
@@ -46,30 +53,60 @@ class NodeBudget:
     Args:
         table: measured step times; None limits nothing, and takes a guess where padding has to be paid for.
         max_nodes: most nodes a sequence.
+        chances: measured ones of the drafter's tree, as `KnowsChances` has them; None if there are none.
     """
 
-    def __init__(self, table: CostTable | None, max_nodes: int) -> None:
-        self.table, self.max_nodes = table, max_nodes
+    def __init__(self, table: CostTable | None, max_nodes: int, chances: Sequence[float] | None = None) -> None:
+        self.table = table
+        largest_known = MAX_NODES if table is None else table.num_nodes[-1]  # larger trees weren't measured
+        self._most = min(max_nodes, largest_known)
+        self._gains: Gains = ChainGains(self._most) if chances is None else TreeGains(chances, self._most)
+        self._largest = PROBE_NODES  # tree that the drafter has proposed
+        self._room = PROBE_NODES + 1  # nodes that it may have use for
         self._states: dict[int, _RequestState] = {}
         self._best = lru_cache(maxsize=4096)(self._alone)
 
-    def limit(self, request: Request, num_seqs: int) -> int:
-        """Return the most nodes of a request's next tree, root included.
+    def allot(self, requests: Sequence[Request], num_rows: int, *, busy: bool = False) -> list[int]:
+        """Share nodes among the trees of one step.
 
         Args:
-            request: whose tree.
-            num_seqs: sequences that share the step.
+            requests: whose trees.
+            num_rows: most nodes in all, roots not counted.
+            busy: whether others would use what is left. Then, or where there are too few for all, no tree is given
+                many more nodes than the largest one that the drafter has proposed yet, unless it filled that whole.
+
+        Returns:
+            Most nodes of each request's tree, root included.
         """
-        if self.table is None:
-            return self.max_nodes
-        state = self._states.setdefault(request.id, _RequestState())
-        context = -(-len(request.tokens) // 64) * 64
-        best = self._best(num_seqs, context, round(state.rate, 2))
-        if best > 1:
-            state.idle, state.wait = 0, FIRST_WAIT
-        elif state.idle >= state.wait:
-            return min(PROBE_NODES, self._best(num_seqs, context, 1.0))
-        return best
+        states = [self._state(r) for r in requests]
+        scarce = busy or num_rows < len(requests) * (self._most - 1)
+        most = min(self._most, self._room) if scarce else self._most
+        # The last token needs no draft: it is the choice at the root.
+        limits = [min(most, r.params.max_nodes) if r.stop.max_tokens - r.num_output > 1 else 1 for r in requests]
+        context = sum(len(r.tokens) for r in requests) / max(1, len(requests))
+        nodes = self._share([state.quality for state in states], limits, num_rows, context)
+        left = num_rows - sum(nodes) + len(nodes)
+        for i, (request, state) in enumerate(zip(requests, states, strict=True)):
+            if nodes[i] > 1:
+                state.idle, state.wait = 0, FIRST_WAIT
+            elif state.idle >= state.wait:
+                best = self._best(len(requests), -(-len(request.tokens) // 64) * 64, self._gains.best)
+                nodes[i] = min(PROBE_NODES, best, limits[i], 1 + left)
+                left -= nodes[i] - 1
+        return nodes
+
+    def _share(self, qualities: Sequence[float], limits: Sequence[int], num_rows: int, context: float) -> list[int]:
+        """Nodes of each tree, root included, at those qualities."""
+        num_seqs, node = len(qualities), np.arange(1, self._most)[:, None]
+        curves = np.array([self._gains.of(quality) for quality in qualities]).T  # [nodes, sequences]
+        gains = np.where(node < np.array(limits), curves, -1).ravel()  # falling along the nodes
+        order = np.argsort(-gains, kind="stable")[: min(num_rows, sum(limits) - num_seqs)]
+        if self.table is not None and len(order):
+            tokens = num_seqs + np.cumsum([0, *gains[order]])  # expected of 0, 1, … nodes besides the roots
+            counts = 1 + np.arange(len(tokens)) / num_seqs  # nodes a sequence
+            measured = [self.table.seconds(num_seqs, n, context) for n in self.table.num_nodes]
+            order = order[: int(np.argmax(tokens / np.interp(counts, self.table.num_nodes, measured)))]
+        return [int(n) for n in 1 + np.bincount(order % max(1, num_seqs), minlength=num_seqs)]
 
     def shared_limit(self, requests: Sequence[Request]) -> int:
         """Return the nodes of each tree of a step whose trees all have as many, padding included.
@@ -77,11 +114,11 @@ class NodeBudget:
         Args:
             requests: those of the step.
         """
-        states = [self._states.setdefault(r.id, _RequestState()) for r in requests]
+        states = [self._state(r) for r in requests]
         context = max(len(r.tokens) for r in requests)
-        best = self._search(len(requests), context, [s.rate for s in states])
+        best = self._search(len(requests), context, [s.quality for s in states])
         if best == 1 and any(s.idle >= s.wait for s in states):
-            return min(PROBE_NODES, self._search(len(requests), context, [1.0]))
+            return min(PROBE_NODES, self._search(len(requests), context, [self._gains.best]))
         if best > 1:
             for state in states:
                 state.idle, state.wait = 0, FIRST_WAIT
@@ -96,15 +133,18 @@ class NodeBudget:
             padded: whether the step took the time of `max_nodes` nodes whatever the tree had: then a tree that
                 wasn't drafted counts as one that was refused.
         """
-        state, stats = self._states.setdefault(request.id, _RequestState()), request.stats
+        state, stats = self._state(request), request.stats
         num_tried = sum(stats.tried_by_depth)
         num_accepted = stats.num_accepted_tokens - state.num_accepted
         num_refused = num_tried - state.num_tried - num_accepted
-        for accepted in [1.0] * num_accepted + [0.0] * num_refused:
-            state.rate += LEARNING_RATE * (accepted - state.rate)
         answered = stats.num_draft_tokens > state.num_drafted
+        if answered:
+            size = 1 + stats.num_draft_tokens - state.num_drafted
+            self._largest = max(self._largest, size)
+            self._room = 2 * size if size >= max_nodes > 1 and size >= self._largest else self._largest + 1
         if padded and max_nodes > 1 and not answered:
-            state.rate -= LEARNING_RATE * state.rate
+            num_refused += 1
+        state.quality = self._gains.learn(state.quality, num_accepted, num_refused, max_nodes)
         if max_nodes == 1:
             state.idle += 1
         elif state.idle >= state.wait and (answered or padded):  # a probe that was answered
@@ -116,23 +156,21 @@ class NodeBudget:
         """Drop what is known of a request that ended."""
         self._states.pop(request_id, None)
 
-    def _alone(self, num_seqs: int, context: int, rate: float) -> int:
-        return self._search(num_seqs, context, [rate])
+    def _state(self, request: Request) -> _RequestState:
+        return self._states.setdefault(request.id, _RequestState(self._gains.first))
 
-    def _search(self, num_seqs: int, context: int, rates: Sequence[float]) -> int:
-        """The node count with the most expected tokens a second at those acceptance rates; the smallest of equals."""
+    def _alone(self, num_seqs: int, context: int, quality: float) -> int:
+        return self._search(num_seqs, context, [quality])
+
+    def _search(self, num_seqs: int, context: int, qualities: Sequence[float]) -> int:
+        """The node count with the most expected tokens a second at those qualities; the smallest of equals."""
         known = NODE_COUNTS if self.table is None else self.table.num_nodes
-        most = min(self.max_nodes, known[-1])  # nothing is known of larger trees
-        counts = [n for n in known if n < most] + [most]
-        gain = {n: sum(expected_tokens(r, n) for r in rates) / self._seconds(num_seqs, n, context) for n in counts}
+        counts = [n for n in known if n < self._most] + [self._most]
+        bought = np.sum([np.cumsum([0.0, *self._gains.of(quality)]) for quality in qualities], axis=0)
+        gain = {n: (len(qualities) + bought[n - 1]) / self._seconds(num_seqs, n, context) for n in counts}
         return max(counts, key=lambda n: gain[n])
 
     def _seconds(self, num_seqs: int, num_nodes: int, context: int) -> float:
         if self.table is not None:
             return self.table.seconds(num_seqs, num_nodes, context)
         return 1 + num_seqs * num_nodes / ROWS_OF_A_STEP
-
-
-def expected_tokens(rate: float, num_nodes: int) -> float:
-    """Tokens expected of a chain of nodes, root included, each accepted at that rate once its parent is."""
-    return num_nodes if rate == 1 else (1 - rate**num_nodes) / (1 - rate)

@@ -92,6 +92,7 @@ class DeviceStep:
         s = self._state
         lengths, table = s.lengths[:b], s.block_table[:b]
         tokens, parents, num_nodes = self._drafter.draft_on_device(s.query(b), n)
+        num_nodes = num_nodes.minimum(s.max_nodes[:b])  # parents stand before their children: what is left is a tree
         positions, slots, ancestors = tree_rows(parents, num_nodes, lengths, table, self._pages.block_size)
         work = replace(
             self._work,

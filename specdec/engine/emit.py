@@ -1,36 +1,17 @@
-"""From an accepted path to delivered tokens: the stop inside the block, log-probabilities, counts."""
+"""From an accepted path to delivered tokens: the stop inside the block, log-probabilities, counts, failures.
+
+A request that comes to a dead end, or whose own code raises, ends there with the error; nobody else notices.
+"""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from specdec.engine.request import STOP, Request
-from specdec.engine.scheduler import Scheduled
+from specdec.engine.request import ERROR, STOP, Request
 from specdec.errors import SpecdecError
 from specdec.outputs import TARGET, TokenLogprob
 from specdec.verifier.rules import Accepted
 from specdec.verifier.tree import TokenTree
-
-
-def check_tree(tree: TokenTree, items: Sequence[Scheduled], vocab_size: int, drafter: str) -> None:
-    """Refuse a tree that doesn't answer what the drafter was asked.
-
-    Raises:
-        SpecdecError: wrong number of trees, a wrong root, too many nodes, or ids outside the vocabulary.
-    """
-    problem = None
-    if tree.num_sequences != len(items):
-        problem = f"{tree.num_sequences} trees for {len(items)} sequences"
-    elif len(tree.tokens) and not 0 <= int(tree.tokens.min()) <= int(tree.tokens.max()) < vocab_size:
-        problem = f"a token id outside the vocabulary of {vocab_size} tokens"
-    else:
-        for b, item in enumerate(items):
-            if int(tree.tokens[tree.cu_nodes[b]]) != item.request.tokens[-1]:
-                problem = f"a root of request {item.request.id} that is not its last token"
-            elif tree.num_nodes(b) > item.max_nodes:
-                problem = f"{tree.num_nodes(b)} nodes for request {item.request.id}, whose budget is {item.max_nodes}"
-    if problem:
-        raise SpecdecError(f"drafter {drafter!r} proposed {problem}; this is a fault of the drafter")
 
 
 def deliver(request: Request, accepted: Accepted, tree: TokenTree, b: int, logits: torch.Tensor, drafter: str) -> None:
@@ -55,11 +36,13 @@ def deliver(request: Request, accepted: Accepted, tree: TokenTree, b: int, logit
             request.logits.append(logits[node : node + 1].clone())  # of the step's logits only this row is kept
 
     kept = append(request, accepted.tokens, proposers, keep)
-    if request.params.logprobs is not None:
+    if request.params.logprobs is not None and kept:
         rows = torch.tensor(accepted.path[:kept], device=logits.device) + start
         request.logprobs += _logprobs(logits[rows], accepted.tokens[:kept], request.params.logprobs)
     leaf_reached = accepted.path[-1] not in tree.parents_of(b)
     request.stats.count(kept, len(accepted.path) - 1, leaf_reached, tree.num_nodes(b) - 1)
+    if accepted.error is not None and request.finish_reason is None:  # behind a stop it is none of the answer's
+        request.end(ERROR, accepted.error)
 
 
 def deliver_captured(request: Request, tokens: Sequence[int], leaf_reached: bool, num_nodes: int, drafter: str) -> None:
@@ -71,14 +54,12 @@ def deliver_captured(request: Request, tokens: Sequence[int], leaf_reached: bool
         leaf_reached: whether the accepted path ended at a node without children.
         num_nodes: nodes of its tree, root included.
         drafter: name to stand beside drafted tokens.
-
-    Raises:
-        SpecdecError: the target's logits hold NaN, or -inf alone.
     """
-    if tokens[-1] < 0:
-        raise SpecdecError(f"the target's logits for request {request.id} hold NaN, or -inf alone")
-    kept = append(request, tokens, [drafter] * (len(tokens) - 1))
+    chosen = [token for token in tokens if token >= 0]
+    kept = append(request, chosen, [drafter] * (len(tokens) - 1))
     request.stats.count(kept, len(tokens) - 1, leaf_reached, num_nodes - 1)
+    if len(chosen) < len(tokens) and request.finish_reason is None:
+        request.end(ERROR, SpecdecError(f"the target's logits for request {request.id} hold NaN, or -inf alone"))
 
 
 def append(
@@ -104,12 +85,21 @@ def append(
         if keep is not None:
             keep(kept - 1)
         request.finish_reason, request.stop_reason = step.finish_reason, step.stop_reason
-        if request.stopping is not None and request.stopping(request) and request.finish_reason is None:
-            request.text += request.stop.flush()
-            request.finish_reason = STOP
+        _ask_stopping(request)
         if request.finish_reason is not None:
             break
     return kept
+
+
+def _ask_stopping(request: Request) -> None:
+    """Let the request's own callback end it: by its answer, or by what it raises."""
+    try:
+        ends = request.stopping is not None and request.stopping(request)
+    except Exception as error:  # the user's code may raise anything
+        request.end(ERROR, error)
+    else:
+        if ends and request.finish_reason is None:
+            request.end(STOP)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Collection, Sequence
 from itertools import count
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,18 +11,20 @@ from transformers import PreTrainedTokenizerBase
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
 from specdec.cache.prefix import PrefixIndex
-from specdec.drafters.protocol import Drafter, DraftQuery, DraftsOnDevice, Observation, UsesCache
+from specdec.drafters.protocol import Drafter, DraftsOnDevice, KnowsChances, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
 from specdec.engine.capturable import why_no_graph
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.cost import CostTable
-from specdec.engine.emit import check_tree, deliver, deliver_captured
+from specdec.engine.drafting import draft
+from specdec.engine.emit import deliver, deliver_captured
 from specdec.engine.graphs import Outcome, StepGraphs
 from specdec.engine.packing import Packed, pack
 from specdec.engine.request import ABORT, Request, Stopping
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
+from specdec.errors import InvalidRequest
 from specdec.models.batch import slot
 from specdec.models.decoder import Decoder
 from specdec.models.protocol import PackedModel
@@ -58,17 +61,20 @@ class Engine:
         cost_table: CostTable | None = None,
     ) -> None:
         self.model, self.drafter, self.rule, self.config = model, drafter, rule, config
-        self.limits = resolve_limits(config, model.kv_layout, model.max_len)
+        layout = model.kv_layout.stored_as(config.kv_cache_dtype, config.kv_group_size)
+        own = drafter.kv_layouts if isinstance(drafter, UsesCache) else ()
+        self.limits = resolve_limits(config, [layout, *(x.like(layout) for x in own)], model.max_len, model.device)
         index = PrefixIndex(config.block_size) if config.enable_prefix_caching else None
         self.pool = BlockPool(self.limits.num_blocks, index)
-        self.pages = KVPages(model.kv_layout, self.limits.num_blocks, config.block_size, model.device)
+        self.pages = KVPages(layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
             drafter.attach(self.pages, self.pool)
-        self.node_budget = NodeBudget(cost_table, config.max_nodes)
+        chances = drafter.node_chances if isinstance(drafter, KnowsChances) else None
+        self.node_budget = NodeBudget(cost_table, config.max_nodes, chances)
         self.scheduler = Scheduler(config, self.pool, self.node_budget)
         self.num_steps = 0
-        self._tokenizer = tokenizer
-        self._eos = frozenset(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._num_real_tokens = num_real_tokens or model.vocab_size
         self._ids = count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -88,7 +94,9 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
+        priority: int = 0,
         stopping: Stopping | None = None,
+        detokenize: bool = True,
         keep_scores: bool = False,
         keep_logits: bool = False,
     ) -> Request:
@@ -97,7 +105,9 @@ class Engine:
         Args:
             prompt_token_ids: the prompt.
             params: what is asked for.
+            priority: requests of a lower one start first and are the last to make room for others.
             stopping: called after each token with the request; says whether it ends there, besides the params' stops.
+            detokenize: make `Request.text`; False leaves that to others, unless stop strings need it.
             keep_scores: collect in `Request.scores` the processed scores that each token was chosen by.
             keep_logits: collect in `Request.logits` the target's raw logits behind each token.
 
@@ -106,23 +116,46 @@ class Engine:
                 ids or leaves nothing to choose; or a stop string was given without a tokenizer.
         """
         prompt = list(prompt_token_ids)
-        check_prompt(prompt, self.model.vocab_size, self.limits.max_model_len)
-        check_token_ids(params, self.model.vocab_size, self._num_real_tokens, self._eos)
+        self.check(prompt, params)
         if params.seed is None:
             params = params.with_seed(self._seeds.randint(0, MAX_SEED))
-        room = self.limits.max_model_len - len(prompt)
-        stop = StopChecker(params, self._eos, self._tokenizer, prompt, limit=room)
-        request = Request(next(self._ids), len(prompt), params, stop, prompt)
+        stop = self.stop_checker(prompt, params, detokenize or bool(params.stop))
+        request = Request(next(self._ids), len(prompt), params, stop, prompt, priority=priority)
         request.stopping, request.keep_scores, request.keep_logits = stopping, keep_scores, keep_logits
-        self.scheduler.waiting.append(request)
+        self.scheduler.add(request)
         return request
+
+    def stop_checker(self, prompt: Sequence[int], params: SamplingParams, detokenize: bool = True) -> StopChecker:
+        """Return what decides where an answer to the prompt ends, and makes its text if it is to detokenize."""
+        room = self.limits.max_model_len - len(prompt)
+        return StopChecker(params, self.eos_token_ids, self.tokenizer if detokenize else None, prompt, limit=room)
+
+    def add_answers(self, prompt_token_ids: Sequence[int], params: SamplingParams, **options: Any) -> list[Request]:
+        """Queue `params.n` requests, which share the blocks of their prompt; answer i has seed + i.
+
+        Args:
+            prompt_token_ids, params, options: as for `add`.
+        """
+        first = self.add(prompt_token_ids, params, **options)
+        others = (params.with_seed(seed) for seed in first.params.seeds()[1:])
+        return [first, *(self.add(prompt_token_ids, p, **options) for p in others)]
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what `add` would refuse. Reads nothing that changes, so any thread may ask.
+
+        Raises:
+            InvalidRequest: as in `add`.
+        """
+        check_prompt(prompt_token_ids, self.model.vocab_size, self.limits.max_model_len)
+        check_token_ids(params, self.model.vocab_size, self._num_real_tokens, self.eos_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest(f"stop strings need a tokenizer; stop is {list(params.stop)!r}")
 
     def abort(self, request: Request) -> None:
         """End a request now and free its blocks; one that has ended already stays as it is."""
         if request.finish_reason is None:
-            request.text += request.stop.flush()
-            request.finish_reason = ABORT
-            self._retire(request)
+            request.end(ABORT)
+            self._retire([request])
 
     @property
     def has_work(self) -> bool:
@@ -132,7 +165,9 @@ class Engine:
     def step(self) -> None:
         """Run one forward: every scheduled request moves on by a prompt chunk or by at least one token.
 
-        Captured steps are launched one ahead: a call launches the next and emits the one before.
+        Captured steps are launched one ahead: a call launches the next and emits the one before. A request that can't
+        go on ends with `finish_reason` "error" and `Request.error`; the others don't notice. What is raised here
+        concerns all: the model or the rule failed.
         """
         if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
             self.num_steps += 1
@@ -140,21 +175,20 @@ class Engine:
             return
         plan = self.scheduler.schedule()
         self.drafter.forget([r.id for r in plan.preempted])
+        tree, failed = draft(self.drafter, plan, self.model.vocab_size)
+        self._retire(failed)
         if not plan.items:
             return
         self.num_steps += 1
-        tree = self.drafter.propose(_draft_queries(plan))
-        check_tree(tree, plan.decoding, self.model.vocab_size, self.drafter.name)
         packed = pack(plan, tree, self.config.block_size, self.model.device)
         hidden = self.model.forward(packed.batch, self.pages)  # [N, H]
         logits = self.model.logits(hidden[packed.tree_rows])  # [nodes, V]
-        accepted = self.rule(tree, logits, _verify_queries(plan, self._eos), self._num_real_tokens)
+        accepted = self.rule(tree, logits, _verify_queries(plan, self.eos_token_ids), self._num_real_tokens)
         self._commit(plan, packed, accepted, hidden)
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
             deliver(item.request, result, tree, b, logits, self.drafter.name)
             self.node_budget.observe(item.request, item.max_nodes)
-            if item.request.finish_reason is not None:
-                self._retire(item.request)
+        self._retire([item.request for item in plan.decoding if item.request.finish_reason is not None])
 
     def reset_prefix_cache(self) -> None:
         """Forget the keys and values of requests that have ended: to be called after the weights were changed."""
@@ -190,28 +224,20 @@ class Engine:
         self.drafter.observe(Observation([item.request.id for item in plan.items], counts, seen))
 
     def _emit_captured(self, outcomes: Sequence[Outcome]) -> None:
-        """Deliver what a captured step emitted. What can't be delivered comes last, so that nobody else's is lost."""
-        for outcome in sorted(outcomes, key=lambda o: o.tokens[-1] < 0):
+        """Deliver what a captured step emitted."""
+        for outcome in outcomes:
             request = outcome.request
             deliver_captured(request, outcome.tokens, outcome.leaf_reached, outcome.num_nodes, self.drafter.name)
             request.num_computed += len(outcome.tokens)
             self.scheduler.remember(request)
             self.node_budget.observe(request, outcome.max_nodes, padded=True)
-            if request.finish_reason is not None:
-                self._retire(request)
+        self._retire([outcome.request for outcome in outcomes if outcome.request.finish_reason is not None])
 
-    def _retire(self, request: Request) -> None:
-        self.scheduler.release(request)
-        self.node_budget.forget(request.id)
-        self.drafter.forget([request.id])
-
-
-def _draft_queries(plan: Plan) -> list[DraftQuery]:
-    return [
-        DraftQuery(r.id, r.tokens, r.num_output, item.max_nodes, r.params, r.block_table, r.num_computed)
-        for item in plan.decoding
-        for r in (item.request,)
-    ]
+    def _retire(self, ended: Sequence[Request]) -> None:
+        for request in ended:
+            self.scheduler.release(request)
+            self.node_budget.forget(request.id)
+        self.drafter.forget([request.id for request in ended])
 
 
 def _verify_queries(plan: Plan, eos_token_ids: Collection[int]) -> list[VerifyQuery]:

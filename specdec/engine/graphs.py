@@ -187,6 +187,7 @@ class StepGraphs:
     def _num_nodes(self, running: Sequence[Request], places: int) -> int:
         most = self.drafter.max_device_nodes()
         wanted = min(most, self.scheduler.config.max_nodes, MAX_ROWS // places)
+        wanted = min(wanted, max(r.params.max_nodes for r in running))
         left = min(r.params.max_new_tokens - r.num_output for r in running)
         if wanted > 1 and left > 1:
             wanted = min(wanted, self.budget.shared_limit(running))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.cache.pages import KVPages
+from specdec.cache.pages import KVLayout, KVPages
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, Observation
 from specdec.engine.capturable import why_no_graph
 from specdec.engine.config import EngineConfig
@@ -132,17 +132,17 @@ class CapturedStep:
     Args:
         model: the target, with Triton kernels.
         grid: the largest points that will be asked for; the cache is made to hold them.
+        layout: the cache's, in the format to measure; None takes native pages.
     """
 
-    def __init__(self, model: Decoder, grid: Grid) -> None:
+    def __init__(self, model: Decoder, grid: Grid, layout: KVLayout | None = None) -> None:
         self._model, self._max_model_len = model, grid.max_model_len
         self._chains = _RandomChains(model.vocab_size)
         width = -(-grid.max_model_len // _BLOCK_SIZE)  # blocks a sequence
         num_seqs = self._bucket(grid.num_seqs[-1], 1, grid.contexts[-1]).num_seqs
         rng = torch.Generator(model.device).manual_seed(0)
-        self._pages = KVPages(model.kv_layout, num_seqs * width, _BLOCK_SIZE, model.device)
-        for pages in (*self._pages.k, *self._pages.v):
-            pages.normal_(generator=rng)
+        self._pages = KVPages(layout or model.kv_layout, num_seqs * width, _BLOCK_SIZE, model.device)
+        self._pages.randomize(rng)
         self._state = DeviceState.make(num_seqs, grid.max_model_len, width, model.device)
         self._state.history.random_(model.vocab_size, generator=rng)
         blocks = torch.randperm(num_seqs * width, generator=rng, device=model.device)
@@ -190,8 +190,7 @@ class EngineStep:
         )
         self._chains = _RandomChains(model.vocab_size)
         self._engine = Engine(model, self._chains, CoupledRule(), config, seed=0)
-        for pages in (*self._engine.pages.k, *self._engine.pages.v):
-            pages.zero_()  # contexts are never computed; what is there must not be NaN
+        self._engine.pages.randomize(torch.Generator(model.device).manual_seed(0))
 
     def __call__(self, num_seqs: int, num_nodes: int, context: int) -> float:
         """Run one step and return its seconds, the device's work included."""

@@ -12,6 +12,8 @@ from specdec.outputs import Completion, SpeculationStats, TokenLogprob
 from specdec.params import SamplingParams
 
 ABORT = "abort"
+ERROR = "error"
+LENGTH = "length"
 STOP = "stop"
 
 Stopping = Callable[["Request"], bool]
@@ -29,6 +31,7 @@ class Request:
         stop: decides where the answer ends.
         tokens: prompt and output; the last one is the next root.
         block_table: the blocks that hold its keys and values.
+        priority: lower ones go first.
         num_computed: leading tokens whose keys and values are committed; always fewer than the tokens.
         proposers: for each output token, who proposed it.
         logprobs: for each output token, if asked for.
@@ -37,7 +40,8 @@ class Request:
         scores: for each output token the processed scores that it was chosen by, [1, V].
         logits: for each output token the target's raw logits, [1, V].
         text: certain text of the output.
-        finish_reason, stop_reason: as in `Completion`; None while it runs.
+        finish_reason, stop_reason: as in `Completion`, or "error"; None while it runs.
+        error: what ended it, where `finish_reason` is "error".
         stats: how speculation went.
     """
 
@@ -47,6 +51,7 @@ class Request:
     stop: StopChecker
     tokens: list[int]
     block_table: list[int] = field(default_factory=list)
+    priority: int = 0
     num_computed: int = 0
     proposers: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -58,7 +63,13 @@ class Request:
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: Exception | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Place among all requests: by priority, then first come, first served."""
+        return self.priority, self.id
 
     @property
     def num_pending(self) -> int:
@@ -69,6 +80,16 @@ class Request:
     def num_output(self) -> int:
         """Tokens delivered so far."""
         return len(self.tokens) - self.prompt_len
+
+    def end(self, reason: str, error: Exception | None = None) -> None:
+        """End the answer here, for a reason other than its last token."""
+        self.text += self.stop.flush()
+        self.finish_reason, self.error = reason, error
+
+    def check(self) -> None:
+        """Raise the error that ended the request, if one did."""
+        if self.error is not None:
+            raise self.error
 
     def completion(self) -> Completion:
         """Return the finished answer."""

@@ -1,12 +1,14 @@
 """Decides which requests take part in a step, with how many rows, and reserves their slots."""
 
-from collections import deque
+from bisect import insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from specdec.cache.blocks import BlockPool
 from specdec.engine.budget import NodeBudget
 from specdec.engine.config import EngineConfig
-from specdec.engine.request import Request
+from specdec.engine.lengths import LengthPredictor, peak_blocks
+from specdec.engine.request import LENGTH, STOP, Request
 
 
 @dataclass(slots=True)
@@ -38,7 +40,10 @@ class Plan:
 
 
 class Scheduler:
-    """First come, first served; decoding before prompt chunks; the youngest makes room when blocks run out.
+    """By priority, then first come, first served; decoding before prompts; the last one makes room when blocks run out.
+
+    The next request is admitted once those that run, and itself, are expected to find blocks until their ends, by the
+    lengths of the answers that ended before. So requests rarely have to make room, and one alone is always admitted.
 
     Args:
         config: budgets.
@@ -50,25 +55,32 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.node_budget = node_budget
-        self.waiting: deque[Request] = deque()
+        self.lengths = LengthPredictor()
+        self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []
         self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Put a request into the queue, at its place."""
+        insort(self.waiting, request, key=lambda r: r.rank)
 
     def schedule(self) -> Plan:
         """Choose the step's requests and reserve a slot for each of their rows."""
         plan = Plan()
         budget = self.config.max_num_batched_tokens
-        num_decoding = sum(r.num_pending == 1 for r in self.running)
-        share = max(0, budget - num_decoding) // 2 // max(1, num_decoding)  # half of the rest is left for prompts
-        max_nodes = min(self.config.max_nodes, 1 + share)
-        for request in sorted(self.running, key=lambda r: r.num_pending > 1):  # decoding first; the sort is stable
+        decoding = [r for r in self.running if r.num_pending == 1]
+        rows = max(0, budget - len(decoding)) // 2  # half of the rest is left for prompts
+        busy = bool(self.waiting) or len(decoding) < len(self.running)
+        shares = self.node_budget.allot(decoding, rows, busy=busy)
+        nodes = {r.id: share for r, share in zip(decoding, shares, strict=True)}
+        for request in sorted(self.running, key=lambda r: (r.num_pending > 1, r.rank)):  # decoding first
             if budget and request not in plan.preempted:
-                budget -= self._add(plan, request, budget, max_nodes)
+                budget -= self._add(plan, request, budget, nodes)
         while budget and not plan.preempted and (found := self._admissible()) is not None:
-            request = self.waiting.popleft()
+            request = self.waiting.pop(0)
             self.running.append(request)
             self._reuse(request, found)
-            budget -= self._add(plan, request, budget, max_nodes)
+            budget -= self._add(plan, request, budget, nodes)
         return plan
 
     def can_admit(self) -> bool:
@@ -96,6 +108,8 @@ class Scheduler:
 
     def release(self, request: Request) -> None:
         """Take an ended or aborted request out and free its blocks."""
+        if request.finish_reason in (STOP, LENGTH):
+            self.lengths.observe(request.num_output)
         if request in self.running:
             self.running.remove(request)
         else:
@@ -114,15 +128,13 @@ class Scheduler:
         self.pool.release(request.block_table[keep:])
         del request.block_table[keep:]
 
-    def _add(self, plan: Plan, request: Request, budget: int, max_nodes: int) -> int:
+    def _add(self, plan: Plan, request: Request, budget: int, nodes: Mapping[int, int]) -> int:
         """Put a request into the plan if its slots can be had; return the rows that it takes of the budget."""
         rows = min(request.num_pending, budget)
         reaches_root = rows == request.num_pending
-        max_nodes = min(max_nodes, budget - rows + 1) if reaches_root else 0
-        if max_nodes > 1:
-            max_nodes = min(max_nodes, self.node_budget.limit(request, len(self.running)))
-        if reaches_root and request.params.max_new_tokens - request.num_output == 1:
-            max_nodes = 1  # the choice at the root is the last token
+        max_nodes = 0
+        if reaches_root:
+            max_nodes = nodes.get(request.id) or self.node_budget.allot([request], (budget - rows) // 2)[0]
         spare = max(max_nodes - 1, 0)
         if self._blocks_missing(request, request.num_computed + rows + spare) > self.pool.num_free:
             max_nodes, spare = min(max_nodes, 1), 0
@@ -133,23 +145,23 @@ class Scheduler:
         return rows + spare
 
     def _reserve(self, plan: Plan, request: Request, num_slots: int) -> bool:
-        """Make room for `num_slots` slots of a request by preempting younger ones; False if it had to go itself."""
+        """Make room for `num_slots` slots of a request by preempting the last ones; False if it had to go itself."""
         while self._blocks_missing(request, num_slots) > self.pool.num_free:
-            victim = self.running[-1]
+            victim = max(self.running, key=lambda r: r.rank)
             self._preempt(plan, victim)
             if victim is request:
                 return False
         return True
 
     def _preempt(self, plan: Plan, request: Request) -> None:
-        """Send a request back to the head of the queue; its tokens are recomputed later."""
+        """Send a request back to the queue; its tokens are recomputed later."""
         self.running.remove(request)
         self._free_blocks(request)
         request.num_computed = 0
         plan.items = [item for item in plan.items if item.request is not request]
         plan.preempted.append(request)
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.add(request)
 
     def _admissible(self) -> list[int] | None:
         """The blocks that the first of the waiting requests would begin with; None if it can't start now."""
@@ -157,8 +169,21 @@ class Scheduler:
             return None
         request = self.waiting[0]
         found = self.pool.find(request.tokens, request.params.cache_salt)
-        missing = self._blocks_missing(request, len(request.tokens)) - len(found)
-        return found if self.pool.has_room(found, missing) and not self._comes_soon(request, len(found)) else None
+        left = self.pool.num_left(found) - self._blocks_missing(request, len(request.tokens)) + len(found)
+        if left < 0 or self._comes_soon(request, len(found)):
+            return None
+        fits = not self.running or self._expected_peak(request, self.pool.num_blocks - left) <= self.pool.num_blocks
+        return found if fits else None
+
+    def _expected_peak(self, request: Request, num_used: int) -> float:
+        """Most blocks in use until all that run have ended, and a request with them after which so many are."""
+        sequences = []
+        for r in (*self.running, request):
+            num_held = -(-len(r.tokens) // self.config.block_size)
+            if r is not request:
+                num_used += num_held - len(r.block_table)  # what a prompt lacks yet; less what is reserved ahead
+            sequences.append((num_held, self.lengths.remaining(r.num_output, r.stop.max_tokens)))
+        return peak_blocks(num_used, sequences, self.config.block_size)
 
     def _comes_soon(self, request: Request, num_found: int) -> bool:
         """Whether a running request is about to compute the block that would be the next to find."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specdec.drafters.protocol import DeviceQuery
 from specdec.engine.request import Request
+from specdec.params import MAX_SPECULATIVE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class DeviceState:
         top_k: [S] int64.
         top_p: [S] float64, in which probabilities add up.
         min_p: [S] float64.
+        max_nodes: [S] int32, most nodes of a tree by the request's own wish.
         block_table: [S, M] int32.
         hidden: [S, H], final hidden state of the token before the root, which yielded it; H is 0 where the drafter
             doesn't read it.
@@ -37,6 +39,7 @@ class DeviceState:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    max_nodes: Tensor
     block_table: Tensor
     hidden: Tensor
     has_hidden: Tensor
@@ -74,6 +77,7 @@ class DeviceState:
             top_k=zeros(num_seqs),
             top_p=zeros(num_seqs, dtype=torch.float64),
             min_p=zeros(num_seqs, dtype=torch.float64),
+            max_nodes=zeros(num_seqs, dtype=torch.int32).fill_(MAX_SPECULATIVE_TOKENS + 1),
             block_table=zeros(num_seqs, num_blocks, dtype=torch.int32),
             hidden=zeros(num_seqs, hidden_size, dtype=dtype),
             has_hidden=zeros(num_seqs, dtype=torch.bool),
@@ -88,8 +92,11 @@ class DeviceState:
         tokens = torch.tensor([r.tokens + [0] * (width - len(r.tokens)) for r in requests], dtype=torch.int32)
         self.history[:count, :width] = tokens.to(self.history.device)
         self.lengths.zero_()
-        columns = [[len(r.tokens), r.prompt_len, _seed(r), min(r.params.top_k, _INT64_MAX)] for r in requests]
-        _fill((self.lengths, self.prompt_lens, self.seeds, self.top_k), torch.tensor(columns))
+        columns = [
+            [len(r.tokens), r.prompt_len, _seed(r), min(r.params.top_k, _INT64_MAX), r.params.max_nodes]
+            for r in requests
+        ]
+        _fill((self.lengths, self.prompt_lens, self.seeds, self.top_k, self.max_nodes), torch.tensor(columns))
         rates = [[r.params.temperature, r.params.top_p, r.params.min_p] for r in requests]
         _fill((self.temperature, self.top_p, self.min_p), torch.tensor(rates, dtype=torch.float64))
 

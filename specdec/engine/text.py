@@ -174,7 +174,8 @@ class StopChecker:
             raise InvalidRequest(f"stop strings need a tokenizer; stop is {list(params.stop)!r}")
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids)
-        self._max_tokens = params.max_new_tokens if limit is None else min(limit, params.max_new_tokens)
+        self.max_tokens = params.max_new_tokens if limit is None else min(limit, params.max_new_tokens)
+        """Most output tokens, by what was asked for and what the context has room for."""
         self._detokenizer = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
@@ -198,7 +199,7 @@ class StopChecker:
         if token_id in self._stop_token_ids:
             return self._step("", "stop", token_id)
         delta = self._detokenizer.push(token_id) if self._detokenizer else ""
-        return self._step(delta, "length" if self._num_tokens >= self._max_tokens else None)
+        return self._step(delta, "length" if self._num_tokens >= self.max_tokens else None)
 
     def flush(self) -> str:
         """End the output from outside (an aborted request) and return the text that was held back."""

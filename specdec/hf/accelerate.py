@@ -140,6 +140,8 @@ class Accelerated:
                 call.streamer.put(call.input_ids.cpu())
             while any(request.finish_reason is None for request in requests):
                 engine.step()
+                for request in requests:
+                    request.check()
                 if call.streamer is not None:
                     for token in requests[0].tokens[requests[0].prompt_len + num_streamed :]:
                         call.streamer.put(torch.tensor([token]))

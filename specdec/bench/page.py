@@ -1,0 +1,66 @@
+"""A result of `bench acceptance` as one HTML page that needs nothing else."""
+
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from specdec.bench.plots import as_svg, depth_plot, label, length_plot, speedup_plot, tree_plot
+from specdec.bench.results import Result
+from specdec.bench.summary import summarize
+from specdec.bench.tables import LEGEND, failures, number, speed
+from specdec.errors import ConfigError
+from specdec.hub.cache import replace_file
+
+
+def page(result: Result) -> str:
+    """Return the page."""
+    rows = summarize(result)
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.globals.update(number=number, speed=speed, label=label)
+    template = made.from_string((resources.files("specdec.bench") / "page.html").read_text("utf-8"))
+    return template.render(
+        result=result,
+        rows=rows,
+        legend=LEGEND,
+        failures=failures(result),
+        plots={title: Markup(svg) for title, svg in _plots(result, rows).items()},
+    )
+
+
+def write_page(result: Result, path: Path) -> None:
+    """Write the page, whole or not at all.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    text = page(result)
+    try:
+        replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written ({error.strerror}); give another file") from error
+
+
+def _plots(result: Result, rows: list[dict[str, object]]) -> dict[str, str]:
+    plots = {}
+    if any(row["speedup"] is not None for row in rows):
+        plots["Speed-up by category"] = as_svg(speedup_plot(rows, result.settings.baseline))
+    if any(row.get("draft_tokens_per_forward") for row in rows):
+        plots["Acceptance by depth"] = as_svg(depth_plot(rows))
+        plots["Draft tokens delivered by a forward"] = as_svg(length_plot(rows))
+    for name, tree in trees(result).items():
+        plots[f"Trees of {name}: share accepted of the times proposed"] = as_svg(tree_plot(tree), (6.4, 4.4))
+    return plots
+
+
+def trees(result: Result) -> dict[str, list[tuple[list[int], int, int]]]:
+    """Return for each drafter the nodes of its trees over all cells, with times proposed and accepted."""
+    sums: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
+    for cell in result.cells:
+        for ranks, proposed, accepted in cell.split.tree if cell.split else ():
+            name = cell.system if cell.max_nodes is None else f"{cell.system} ≤{cell.max_nodes}"
+            nodes = sums.setdefault(name, {})
+            before = nodes.get(tuple(ranks), (0, 0))
+            nodes[tuple(ranks)] = before[0] + proposed, before[1] + accepted
+    return {name: [(list(ranks), *n) for ranks, n in sorted(nodes.items())] for name, nodes in sums.items()}

@@ -1,0 +1,218 @@
+"""The result of `bench acceptance`: cells of raw counts and times, kept on disk as they come. Derives nothing."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from specdec.bench.systems import Split
+from specdec.errors import ConfigError, DataError
+from specdec.hub.cache import replace_file
+from specdec.outputs import SpeculationStats
+
+FORMAT = "specdec-acceptance"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is to be measured.
+
+    Args:
+        model: as for `LLM`.
+        drafters: to be compared.
+        peers: other engines to run as well.
+        baseline: the system that speed-ups are against and whose tokens are the reference.
+        prompts: "builtin" or a file.
+        categories: of the prompts; empty for all.
+        num_prompts: of each category; None for all.
+        temperature: 0 is greedy.
+        max_new_tokens: of each answer.
+        batch_sizes: prompts that are answered together.
+        trees: most nodes of a tree, root included; empty leaves it to the drafter and the cost table.
+        seed: of the requests' seeds.
+        device, dtype, deterministic: as for `LLM`.
+
+    Raises:
+        ConfigError: nothing is to be measured, or twice the same.
+    """
+
+    model: str
+    drafters: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+    baseline: str = "plain"
+    prompts: str = "builtin"
+    categories: tuple[str, ...] = ()
+    num_prompts: int | None = None
+    temperature: float = 0.0
+    max_new_tokens: int = 128
+    batch_sizes: tuple[int, ...] = (1,)
+    trees: tuple[int, ...] = ()
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.drafters and not self.peers:
+            raise ConfigError("there is nothing to compare with the baseline; give a drafter or a peer")
+        names = [self.baseline, *self.drafters, *self.peers]
+        given: tuple[tuple[str, list[Any]], ...] = (
+            ("system", names),
+            ("batch size", list(self.batch_sizes)),
+            ("tree size", list(self.trees)),
+        )
+        for what, values in given:
+            if twice := [value for value in values if values.count(value) > 1]:
+                raise ConfigError(f"{what} {twice[0]!r} is given twice")
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where an answer first differs from the baseline's.
+
+    Args:
+        prompt: its id.
+        position: of the first different token in the answer.
+        margin: distance of the model's two best logits there.
+    """
+
+    prompt: str
+    position: int
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One system on one category at one batch size.
+
+    Args:
+        system, max_nodes, category, batch_size: which.
+        prompts: the prompts' ids in order.
+        seconds: of each group of `batch_size` prompts.
+        num_tokens: delivered in each group.
+        stats: counters of all answers together; None for peers, which have none.
+        divergences: None where the baseline's tokens are no reference: a peer that samples, or the baseline itself.
+        split: where the time went; None for peers.
+        memory_bytes: peak on a GPU, held by the process on a CPU.
+    """
+
+    system: str
+    max_nodes: int | None
+    category: str
+    batch_size: int
+    prompts: list[str]
+    seconds: list[float]
+    num_tokens: list[int]
+    stats: SpeculationStats | None
+    divergences: list[Divergence] | None
+    split: Split | None
+    memory_bytes: int | None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What no other cell of the result has."""
+        return self.system, self.max_nodes, self.category, self.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What couldn't be measured, and why; `category` and `batch_size` are None if the system couldn't be opened."""
+
+    system: str
+    max_nodes: int | None
+    category: str | None
+    batch_size: int | None
+    error: str
+
+
+@dataclass(slots=True)
+class Result:
+    """All that was measured so far.
+
+    Args:
+        settings: what was asked for.
+        environment: as `environment` gives it.
+        cells, failures: in the order of their measurement.
+        reference: prompt id → the baseline's tokens.
+    """
+
+    settings: Settings
+    environment: dict[str, Any]
+    cells: list[Cell] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    reference: dict[str, list[int]] = field(default_factory=dict)
+
+    def as_json(self, summary: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what the file holds: everything, and a summary for those who don't want to compute it."""
+        body = asdict(self)
+        body["reference"] = {name: " ".join(map(str, tokens)) for name, tokens in self.reference.items()}
+        return {"format": FORMAT, "version": VERSION, **body, "summary": summary}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file, whole or not at all.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    try:
+        replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written ({error.strerror}); give another file") from error
+
+
+def read_result(path: Path) -> Result:
+    """Read what `Result.as_json` gave.
+
+    Raises:
+        DataError: the file can't be read, or is no such result.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: can't be read ({error.strerror}); give a result of `bench acceptance`") from error
+    except ValueError as error:
+        raise DataError(f"{path}: isn't JSON ({error})") from error
+    if not isinstance(value, dict) or (value.get("format"), value.get("version")) != (FORMAT, VERSION):
+        raise DataError(f"{path}: is no result of `bench acceptance` of this version")
+    try:
+        return Result(
+            _settings(value["settings"]),
+            value["environment"],
+            [_cell(cell) for cell in value["cells"]],
+            [Failure(**failure) for failure in value["failures"]],
+            {name: [int(token) for token in tokens.split()] for name, tokens in value["reference"].items()},
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: is no whole result of `bench acceptance` ({error!r})") from error
+
+
+def _settings(value: dict[str, Any]) -> Settings:
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items()}
+    return Settings(**given)
+
+
+def _cell(value: dict[str, Any]) -> Cell:
+    made = dict(value)
+    for name, kind in (("stats", SpeculationStats), ("split", Split)):
+        made[name] = kind(**value[name]) if value[name] is not None else None
+    if value["divergences"] is not None:
+        made["divergences"] = [Divergence(**one) for one in value["divergences"]]
+    return Cell(**made)
+
+
+def same_settings(one: Settings, other: Settings, path: Path) -> None:
+    """Check that a run may go on with a result.
+
+    Raises:
+        ConfigError: it was measured with other settings; the message names the first that differs.
+    """
+    for name in (f.name for f in fields(Settings)):
+        was, now = getattr(one, name), getattr(other, name)
+        if was != now:
+            raise ConfigError(
+                f"{path} was measured with {name} {was!r}, not {now!r}; give the same, or another file without --resume"
+            )

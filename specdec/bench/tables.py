@@ -1,0 +1,90 @@
+"""Results as tables for the terminal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from specdec.bench.results import Result
+from specdec.bench.summary import ALL, summarize
+
+_HEADINGS = ("category", "τ", "drafts", "by depth", "tok/s", "×", "quartiles", "≠", "d/f/a/h %")
+LEGEND = (
+    "τ: tokens a forward; drafts: those of them that were drafted; by depth: acceptance at depths 1, 2, 3; ×: against "
+    "the baseline; ≠: answers that differ from it; d/f/a/h: time in draft, forward, accept and host, of eager steps"
+)
+
+
+def acceptance_table(result: Result, doing: str = "") -> RenderableType:
+    """Return one table a system with a line for each category, and what is being measured now."""
+    rows = summarize(result)
+    tables = [
+        _system_table(name, [row for row in rows if (row["system"], row["max_nodes"], row["batch_size"]) == key])
+        for key, name in _systems(rows).items()
+    ]
+    return Group(*tables, Text(doing or LEGEND, style="dim"))
+
+
+def failures(result: Result) -> list[str]:
+    """Return a line for each thing that couldn't be measured."""
+    lines = []
+    for f in result.failures:
+        where = f"{f.system}: " if f.category is None else f"{f.system}, {f.category}, batch {f.batch_size}: "
+        lines.append(f"{where}not measured: {f.error}")
+    return lines
+
+
+def simple_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table whose first column is text and whose others are numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Return a number, or a dash for none."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def speed(value: float) -> str:
+    """Return tokens a second in few characters."""
+    return number(value, 1 if value < 1000 else 0)
+
+
+def _systems(rows: Sequence[dict[str, Any]]) -> dict[tuple[object, ...], str]:
+    names: dict[tuple[object, ...], str] = {}
+    for row in rows:
+        nodes = "" if row["max_nodes"] is None else f", at most {row['max_nodes']} nodes"
+        key = (row["system"], row["max_nodes"], row["batch_size"])
+        names[key] = f"{row['system']}{nodes}, batch {row['batch_size']}"
+    return names
+
+
+def _system_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
+    table = simple_table(name, _HEADINGS, [_cells(row) for row in rows])
+    table.rows[-1].style = "bold"
+    assert rows[-1]["category"] == ALL
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    depths = " ".join(f"{x:.2f}".removeprefix("0") for x in row.get("acceptance_by_depth", [])[:3])
+    speedup, shares = row["speedup"], row["time_shares"]
+    different = "–" if row["num_different"] is None else f"{row['num_different']}/{row['num_compared']}"
+    return [
+        row["category"],
+        number(row.get("mean_acceptance_length")),
+        number(row.get("mean_accepted_drafts")),
+        depths or "–",
+        speed(row["tokens_per_second"]["value"]),
+        number(speedup and speedup["value"]),
+        f"{speedup['low']:.2f}–{speedup['high']:.2f}" if speedup else "–",
+        different,
+        "/".join(f"{100 * share:.0f}" for share in shares.values()) if shares else "–",
+    ]

@@ -1,0 +1,189 @@
+"""A failure ends its own request alone: what it had stands, its blocks are free, nobody beside it notices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec import LLM, accelerate
+from specdec.drafters.none import NoDrafter
+from specdec.drafters.protocol import Drafter, DraftQuery
+from specdec.engine.request import Request
+from specdec.errors import InvalidRequest, SpecdecError
+from specdec.params import SamplingParams
+from specdec.verifier.tree import TokenTree
+from tests.engines import drain, make_engine, outputs, run
+from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter
+
+PROMPTS = [[5, 6, 7], [11, 12], [3]]
+LENGTH = 12
+
+
+class MyError(Exception):
+    """What a user's own code raises."""
+
+
+class FailsAt:
+    """A logits processor that fails, by raising or by NaN, once the prefix has a length; counts its calls."""
+
+    def __init__(self, length: int, nan: bool = False) -> None:
+        self.length, self.nan, self.seen = length, nan, list[int]()
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(ids.shape[1])
+        if ids.shape[1] < self.length:
+            return scores
+        if self.nan:
+            return scores * torch.nan
+        raise MyError
+
+
+@pytest.fixture(scope="module")
+def answers(tiny: PreTrainedModel) -> list[list[int]]:
+    return outputs(run(make_engine(tiny), PROMPTS, [SamplingParams(max_new_tokens=LENGTH)] * 3))
+
+
+def drafters(answers: list[list[int]]) -> list[Drafter]:
+    known = {tuple(p): a for p, a in zip(PROMPTS, answers, strict=True)}
+    shapes = [OracleDrafter(known, shape) for shape in ("chain", "wide", "ragged")]
+    return [NoDrafter(), *shapes, AdversarialDrafter(known), RandomDrafter()]
+
+
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("where", [0, 1, 5])
+def test_a_failing_processor_ends_its_request_where_plain_decoding_would(
+    where: int, nan: bool, tiny: PreTrainedModel, answers: list[list[int]]
+) -> None:
+    for drafter in drafters(answers):
+        bad = SamplingParams(max_new_tokens=LENGTH, logprobs=0, logits_processors=[FailsAt(2 + where, nan)])
+        good = SamplingParams(max_new_tokens=LENGTH)
+        engine = make_engine(tiny, drafter)
+        requests = [engine.add(p, bad if i == 1 else good) for i, p in enumerate(PROMPTS)]
+        drain(engine)
+        assert outputs(requests) == [answers[0], answers[1][:where], answers[2]], drafter.name
+        assert [r.finish_reason for r in requests] == ["length", "error", "length"]
+        assert len(requests[1].logprobs) == len(requests[1].proposers) == where
+        assert requests[1].stats.num_output_tokens == where
+        with pytest.raises(InvalidRequest if nan else MyError):
+            requests[1].check()
+
+
+def test_a_failure_behind_a_stop_is_not_the_answers(tiny: PreTrainedModel, answers: list[list[int]]) -> None:
+    """The drafter makes the engine look behind the stop; plain decoding would not have looked."""
+    stop = answers[0][3]
+    end = answers[0].index(stop) + 1
+    fails = FailsAt(len(PROMPTS[0]) + end)
+    params = SamplingParams(max_new_tokens=LENGTH, stop_token_ids=[stop], logits_processors=[fails])
+    (request,) = run(make_engine(tiny, OracleDrafter({tuple(PROMPTS[0]): answers[0]})), PROMPTS[:1], [params])
+    assert (request.finish_reason, outputs([request])[0]) == ("stop", answers[0][:end])
+    assert max(fails.seen) == fails.length, "nothing behind the stop was looked at"
+
+
+@pytest.mark.parametrize("where", [1, 4, LENGTH])
+def test_a_failing_callback_ends_its_request_at_its_token(
+    where: int, tiny: PreTrainedModel, answers: list[list[int]]
+) -> None:
+    def stopping(request: Request) -> bool:
+        if request.num_output == where:
+            raise MyError
+        return False
+
+    for drafter in drafters(answers):
+        engine = make_engine(tiny, drafter)
+        params = SamplingParams(max_new_tokens=LENGTH)
+        requests = [engine.add(p, params, stopping=stopping if i == 1 else None) for i, p in enumerate(PROMPTS)]
+        drain(engine)
+        assert outputs(requests) == [answers[0], answers[1][:where], answers[2]]
+        assert requests[1].finish_reason == "error" and isinstance(requests[1].error, MyError)
+
+
+class FailsFor(OracleDrafter):
+    """Fails for one prompt from some output length on: by raising, or by a tree that was not asked for."""
+
+    def __init__(self, answers: Any, prompt: list[int], length: int, how: str) -> None:
+        super().__init__(answers)
+        self._prompt, self._length, self._how = prompt, length, how
+
+    def propose(self, queries: Sequence[DraftQuery]) -> TokenTree:
+        tree = super().propose(queries)
+        bad = [list(q.tokens[: len(self._prompt)]) == self._prompt and q.num_output >= self._length for q in queries]
+        if self._how == "raises" and any(bad):
+            raise MyError("no more ideas")
+        if self._how == "too few" and any(bad):
+            return TokenTree.build([], [])
+        tokens = [[0] if b else tree.tokens_of(i) for i, b in enumerate(bad)]
+        return TokenTree.build(tokens, [[-1] if b else tree.parents_of(i) for i, b in enumerate(bad)])
+
+
+@pytest.mark.parametrize("how", ["raises", "too few", "wrong root"])
+@pytest.mark.parametrize("length", [0, 4])
+def test_a_failing_drafter_ends_the_request_that_it_fails_for(
+    length: int, how: str, tiny: PreTrainedModel, answers: list[list[int]]
+) -> None:
+    known = {tuple(p): a for p, a in zip(PROMPTS, answers, strict=True)}
+    drafter = FailsFor(known, PROMPTS[1], length, how)
+    engine = make_engine(tiny, drafter, max_nodes=3)
+    requests = [engine.add(p, SamplingParams(max_new_tokens=LENGTH)) for p in PROMPTS]
+    drain(engine)
+    assert [r.finish_reason for r in requests] == ["length", "error", "length"]
+    assert [outputs(requests)[0], outputs(requests)[2]] == [answers[0], answers[2]]
+    got = outputs(requests)[1]
+    assert length <= len(got) < length + 3 and got == answers[1][: len(got)]
+    assert requests[0].stats.mean_acceptance_length == 3, "neighbours lost their drafts"
+    with pytest.raises(SpecdecError, match="drafter 'oracle-chain' failed for request 1: ") as caught:
+        requests[1].check()
+    assert how != "raises" or isinstance(caught.value.__cause__, MyError)
+    assert not drafter.known
+
+
+def test_a_drafter_that_fails_alone_leaves_an_idle_engine(tiny: PreTrainedModel, answers: list[list[int]]) -> None:
+    engine = make_engine(tiny, FailsFor({}, PROMPTS[0], 0, "raises"))
+    request = engine.add(PROMPTS[0], SamplingParams())
+    drain(engine)
+    assert request.finish_reason == "error" and engine.num_steps == 0
+    assert outputs(run(engine, PROMPTS[1:2], [SamplingParams(max_new_tokens=LENGTH)]))[0] == answers[1]
+
+
+def test_generate_raises_what_its_request_failed_by_and_goes_on_working(tiny: PreTrainedModel) -> None:
+    llm = LLM(tiny, "none", num_blocks=32)
+    bad = SamplingParams(max_new_tokens=LENGTH, logits_processors=[FailsAt(4)])
+    good = SamplingParams(max_new_tokens=LENGTH)
+    with pytest.raises(MyError):
+        llm.generate(PROMPTS, [good, bad, good])
+    assert not llm.engine.has_work and llm.engine.pool.num_free == 32
+    chunks = []
+    with pytest.raises(MyError):
+        for chunk in llm.stream(PROMPTS[0], SamplingParams(max_new_tokens=9, logits_processors=[FailsAt(5)])):
+            chunks.append(chunk)
+    assert [len(chunk.token_ids) for chunk in chunks] == [1, 1]
+    assert len(llm.generate(PROMPTS, good)) == 3
+
+
+def test_a_stream_is_not_hurt_by_another(tiny: PreTrainedModel) -> None:
+    llm = LLM(tiny, "none", num_blocks=32)
+    (alone,) = llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=LENGTH))
+    good = llm.stream(PROMPTS[0], SamplingParams(max_new_tokens=LENGTH))
+    tokens = list(next(good).token_ids)
+    bad = llm.stream(PROMPTS[1], SamplingParams(max_new_tokens=9, logits_processors=[FailsAt(5)]))
+    next(bad)
+    for chunk in good:
+        tokens += chunk.token_ids
+    assert tokens == alone.token_ids
+    with pytest.raises(MyError):
+        next(bad), next(bad), next(bad)
+
+
+def test_the_drop_in_raises_the_users_own_error(tiny: PreTrainedModel) -> None:
+    def fail(ids: Tensor, scores: Tensor) -> Tensor:
+        raise MyError
+
+    ids = torch.tensor([PROMPTS[0]])
+    with accelerate(tiny) as accelerated:
+        with pytest.raises(MyError):
+            tiny.generate(ids, max_new_tokens=4, logits_processor=[fail], pad_token_id=0)
+        with pytest.raises(MyError):
+            tiny.generate(ids, max_new_tokens=4, stopping_criteria=[fail], pad_token_id=0)
+        assert accelerated.engine is not None and not accelerated.engine.has_work
