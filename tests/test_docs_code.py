@@ -20,7 +20,7 @@ from specdec.models.families import FAMILIES
 from specdec.training.hidden import new_heads
 from tests.server import Served, served, tiny_llm
 
-REAL = ("README.md", "quickstart.md", "dropin.md")
+REAL = ("README.md", "dropin.md")
 """Pages whose blocks are also run with the model that they name."""
 SERVER = "http://127.0.0.1:8000"
 """Where pages expect a server."""
