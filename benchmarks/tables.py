@@ -43,13 +43,15 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 def demo() -> str:
     """Return what `specdec demo` measured on a CPU."""
-    headings = ("prompt", "tokens", "= HF", "HF tok/s", "plain", "speculative", "×", "τ")
+    result = read("demo_cpu")
+    which = ["prompt"] if "drafter" in result else ["prompt", "drafter"]  # one for all rows, or each its own
+    headings = [*which, "tokens", "= HF", "HF tok/s", "plain", "speculative", "×", "τ"]
     rows = []
-    for r in read("demo_cpu")["rows"]:
+    for r in result["rows"]:
         speeds = [f"{r[key]:.1f}" for key in ("hf", "plain", "speculative")]
         same = "yes" if r["identical"] else "no"
         ratio, tau = r["speculative"] / r["hf"], r["mean_acceptance_length"]
-        rows.append([r["prompt"], r["num_tokens"], same, *speeds, f"{ratio:.2f}", f"{tau:.2f}"])
+        rows.append([*(r[name] for name in which), r["num_tokens"], same, *speeds, f"{ratio:.2f}", f"{tau:.2f}"])
     return table(headings, rows)
 
 

@@ -6,10 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.tables import PLACE, ROOT, TABLES, documents, fill
+from benchmarks.tables import PLACE, RESULTS, ROOT, TABLES, documents, fill, read
 from specdec.drafters.registry import DRAFTERS, drafts_on_device
 from specdec.engine.capturable import EAGER_PARAMETERS
 from specdec.hf.fields import NOT_FOLLOWED
@@ -48,6 +49,21 @@ def test_links_lead_to_files(page: Path) -> None:
         path = target.partition("#")[0]
         if path and not path.startswith("https://"):
             assert (page.parent / path).exists(), f"{page.name} links to {target}"
+
+
+def ngram_rows() -> dict[str, dict[str, Any]]:
+    return {r["prompt"]: r for r in read("demo_cpu")["rows"] if r.get("drafter", "ngram") == "ngram"}
+
+
+def test_what_the_pages_say_about_the_figures_is_so() -> None:
+    """Sentences in README, `drafters.md` and `limits.md`: where these fail, the sentences must change."""
+    demo, gpu = ngram_rows(), {r["prompt"]: r["ratio"] for r in read("speculation_smollm2_h100")["rows"]}
+    assert demo["story"]["speculative"] < 1.05 * demo["story"]["plain"]
+    gains = {prompt: r["speculative"] / r["hf"] for prompt, r in demo.items()}
+    for ratios in (gains, gpu):
+        assert set(sorted(ratios, key=ratios.__getitem__)[-2:]) == {"rewriting", "extraction"}
+    cards = {read(path.stem).get("card", "CPU") for path in RESULTS.glob("*.json")}
+    assert cards <= {"CPU", "NVIDIA H100 80GB HBM3"}
 
 
 def drafter_rows(columns: int) -> dict[str, list[str]]:

@@ -75,6 +75,7 @@ def test_python_blocks_run_over_a_tiny_model(
 
 
 @pytest.mark.model
+@pytest.mark.xdist_group("real model")
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name in REAL], ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str], real_model_path: Path) -> None:
     run_page(page)
