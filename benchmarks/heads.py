@@ -2,8 +2,8 @@
 
     python benchmarks/heads.py HEADS_FOLDER … --json benchmarks/results/heads_smollm2_h100.json
 
-τ counts the bonus token and the prompt's own forward. Speeds are of one request at a time, end to end, prompt included,
-against plain decoding in the same run, each the best of a few; trees are cut to several sizes.
+τ counts the bonus token and the prompt's own forward, and is that of the whole tree. Speeds are of one request at a
+time against plain decoding in the same run, from the first token on and with the prompt; trees are cut to some sizes.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -50,40 +51,85 @@ def taus(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int, temperature
     return found | {"all": tau(c for some in by_category.values() for c in some)}
 
 
-def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[list[float], list[list[int]]]:
-    """Seconds of each prompt, one at a time, the best of a few runs; and the answers."""
-    times, answers = [], []
+@dataclass(frozen=True)
+class Timed:
+    """How long prompts took, one at a time, the best of a few runs each.
+
+    Args:
+        decoding: seconds from the first tokens on.
+        whole: seconds with the prompts.
+        num_tokens: that came behind the first ones.
+        answers: token ids.
+    """
+
+    decoding: float
+    whole: float
+    num_tokens: int
+    answers: list[list[int]]
+
+
+def timed_answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Timed:
+    """Answer prompts greedily, one at a time."""
+    decoding, whole, num_tokens, answers = 0.0, 0.0, 0, []
     for ids in prompts:
         runs = []
         for _ in range(REPEATS + 1):  # the first one may compile and capture
             start = time.perf_counter()
-            (completion,) = llm.generate([ids], SamplingParams(max_new_tokens=tokens))
-            runs.append(time.perf_counter() - start)
-        times.append(min(runs[1:]))
-        answers.append(completion.token_ids)
-    return times, answers
+            request = llm.engine.add(ids, SamplingParams(max_new_tokens=tokens))
+            while not request.num_output:
+                llm.engine.step()
+            first, before = time.perf_counter(), request.num_output
+            while request.finish_reason is None:
+                llm.engine.step()
+            end = time.perf_counter()
+            runs.append((end - first, end - start, request.num_output - before))
+        best = min(runs[1:])
+        decoding, whole, num_tokens = decoding + best[0], whole + best[1], num_tokens + best[2]
+        answers.append(request.tokens[request.prompt_len :])
+    return Timed(decoding, whole, num_tokens, answers)
+
+
+def _measure_tau(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> dict[str, object]:
+    found: dict[str, object] = {f"tau_{t}": taus(llm, prompts, tokens, t) for t in (0.0, 0.7)}
+    check = check_tau(
+        lambda ids: llm.generate(ids, SamplingParams(max_new_tokens=tokens)),
+        llm.hf_model,
+        llm.engine.drafter._guesses._heads,  # type: ignore[attr-defined]
+        llm.engine.drafter.choices,  # type: ignore[attr-defined]
+        [(ids, name) for name, ids_of in prompts.items() for ids in ids_of],
+    )
+    predicted = {"tau": round(check.predicted, 3), "measured": round(check.measured, 3)}
+    return found | {"predicted": predicted | {"difference": round(check.difference, 4)}}
 
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True)
 @click.option("--model", default="smollm2-135m")
 @click.option("--tokens", default=128)
+@click.option("--tau/--no-tau", "with_tau", default=True, help="Whether τ is measured, on all prompts.")
 @click.option("--timed", default=2, help="Prompts of each category that are timed.")
 @click.option("--sizes", default="8,16,32,64", help="Nodes of the trees that are timed.")
 @click.option("--prompts", "folder", default=PROMPTS, type=click.Path(path_type=Path))
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def main(
-    folders: tuple[str, ...], model: str, tokens: int, timed: int, sizes: str, folder: Path, path: str | None
+    folders: tuple[str, ...],
+    model: str,
+    tokens: int,
+    with_tau: bool,
+    timed: int,
+    sizes: str,
+    folder: Path,
+    path: str | None,
 ) -> None:
     """Measure heads."""
-    plain = LLM(model, "none", max_num_seqs=1)
+    plain = LLM(model, "none", max_num_seqs=1, enable_prefix_caching=False)
     prompts = {name: [plain.encode_chat(messages) for messages in some] for name, some in read_prompts(folder).items()}
     some = [ids for ids_of in prompts.values() for ids in ids_of[:timed]]
-    base, want = seconds(plain, some, tokens) if timed else ([], [])
+    base = timed_answers(plain, some, tokens)
     rows = []
     for heads in folders:
 
-        def opened(nodes: int, seqs: int, heads: str = heads) -> LLM:
+        def opened(nodes: int, seqs: int, heads: str = heads, **engine_options: bool) -> LLM:
             options = {"max_nodes": nodes}
             name = f"{json.loads((Path(heads) / 'config.json').read_text())['kind']}:{heads}"
             return LLM(
@@ -93,28 +139,23 @@ def main(
                 drafter_options=options,
                 max_num_seqs=seqs,
                 cost_table=None,
+                enable_prefix_caching=False,
+                **engine_options,
             )
 
-        many = opened(64, 16)
         row: dict[str, object] = {"heads": Path(heads).name}
-        row |= {f"tau_{t}": taus(many, prompts, tokens, t) for t in (0.0, 0.7)}
-        click.echo(str(row))
-        check = check_tau(
-            lambda ids, llm=many: llm.generate(ids, SamplingParams(max_new_tokens=tokens)),
-            plain.hf_model,
-            many.engine.drafter._guesses._heads,  # type: ignore[attr-defined]
-            many.engine.drafter.choices,  # type: ignore[attr-defined]
-            [(ids, name) for name, ids_of in prompts.items() for ids in ids_of],
-        )
-        row["predicted"] = {"tau": round(check.predicted, 3), "measured": round(check.measured, 3)}
-        row["predicted"]["difference"] = round(check.difference, 4)  # type: ignore[index]
+        if with_tau:
+            # Captured steps take fewer nodes where they don't pay.
+            row |= _measure_tau(opened(64, 16, cuda_graphs=False), prompts, tokens)
+            click.echo(str(row))
         speeds = {}
         for nodes in map(int, sizes.split(",")) if timed else ():
-            times, answers = seconds(opened(nodes, 1), some, tokens)
+            found = timed_answers(opened(nodes, 1), some, tokens)
             speeds[nodes] = {
-                "gain": round(sum(base) / sum(times), 3),
-                "tok_s": round(sum(map(len, answers)) / sum(times), 1),
-                "equal": answers == want,
+                "tok_s": round(found.num_tokens / found.decoding, 1),
+                "gain": round(found.num_tokens / found.decoding / (base.num_tokens / base.decoding), 3),
+                "gain_with_prompt": round(base.whole / found.whole, 3),
+                "equal": found.answers == base.answers,
             }
             click.echo(f"{nodes} nodes: {speeds[nodes]}")
         rows.append(row | {"speeds": speeds})
@@ -127,7 +168,7 @@ def main(
         "model": model,
         "tokens": tokens,
         "prompts": {name: len(ids_of) for name, ids_of in prompts.items()},
-        "plain_tok_s": round(sum(map(len, want)) / sum(base), 1) if timed else None,
+        "plain_tok_s": round(base.num_tokens / base.decoding, 1) if timed else None,
         "rows": rows,
     }
     click.echo(json.dumps(result))

@@ -29,6 +29,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
+        os.chmod(temporary, _new_file_mode())  # safetensors lets the owner alone read its files
         _flush(temporary)
         os.replace(temporary, path)
     finally:
@@ -49,6 +50,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        for file in temporary.iterdir():
+            os.chmod(file, _new_file_mode())
         flush_folder(temporary)
         os.replace(temporary, path)
         _flush(path.parent)
@@ -60,6 +63,13 @@ def flush_folder(folder: Path) -> None:
     """Flush the files of a folder, and the folder itself, to the disk."""
     for path in (*sorted(folder.iterdir()), folder):
         _flush(path)
+
+
+def _new_file_mode() -> int:
+    """The permissions that files get where nobody asks for others."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def _flush(path: Path) -> None:
