@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.tables import PLACE, RESULTS, ROOT, TABLES, documents, fill, read
+from specdec.cache.pages import KVLayout
 from specdec.drafters.registry import DRAFTERS, drafts_on_device
 from specdec.engine.capturable import EAGER_PARAMETERS
 from specdec.hf.fields import NOT_FOLLOWED
+from specdec.server.fields import REFUSED
 
 DOCS = ROOT / "docs"
 
@@ -88,9 +91,15 @@ def test_the_page_of_drafters_names_options_that_exist() -> None:
             assert option in inspect.signature(DRAFTERS[name]()).parameters, (name, option)
 
 
-def test_the_page_of_limits_names_what_runs_eagerly_and_what_goes_to_transformers() -> None:
+def test_the_page_of_limits_names_what_is_refused_or_runs_otherwise() -> None:
     named = re.findall(r"`(\w+)`", (DOCS / "limits.md").read_text())
-    assert {*EAGER_PARAMETERS, *NOT_FOLLOWED} <= set(named)
+    assert {*EAGER_PARAMETERS, *NOT_FOLLOWED, *REFUSED} <= set(named)
+
+
+def test_the_page_of_memory_says_what_formats_take() -> None:
+    layout = KVLayout(1, 1, 128, torch.bfloat16)
+    sizes = [layout.stored_as(name).bytes_per_head for name in ("auto", "fp8", "int8", "int4")]
+    assert f"| {' | '.join(map(str, sizes))} |" in (DOCS / "memory.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.docs
