@@ -108,6 +108,46 @@ def property_cases() -> str:
     return f"{result['passed'] + result['failed']:,} random cases, {result['failed'] or 'none'} different"
 
 
+def attention() -> str:
+    """Return our attention against torch's on a GPU."""
+    rows = []
+    for r in read("attention_h100")["rows"]:
+        torch_us = min(r["sdpa_us"], r["sdpa_folded_us"])
+        times = (r["chain_us"], r["tree_us"], torch_us)
+        ratios = (torch_us / r["chain_us"], torch_us / r["tree_us"])
+        rows.append([r["sequences"], f"{r['context']:,}", r["nodes"], *times, *(f"{x:.2f}" for x in ratios)])
+    headings = ("sequences", "context", "nodes", "chains, µs", "trees, µs", "torch, µs", "× chains", "× trees")
+    return table(headings, rows)
+
+
+def products() -> str:
+    """Return how fast our matrix products are against the library's on a GPU, by number of rows."""
+    ratios: dict[tuple[str, str], dict[int, str]] = {}
+    for r in read("products_h100")["rows"]:
+        ratios.setdefault((r["model"], r["product"]), {})[r["rows"]] = f"{r['cublas'] / r['ours']:.2f}"
+    shown = ([*name, *(by_rows[n] for n in (1, 64, 4096))] for name, by_rows in ratios.items())
+    return table(("model", "product", "1 row", "64", "4,096"), shown)
+
+
+def linear() -> str:
+    """Return all matrix products of a forward on a CPU, in two orders, by number of rows."""
+    rows = read("linear_cpu")["rows"]
+    return table(
+        ["rows", *(str(r["rows"]) for r in rows)],
+        [
+            ["x @ weight.T, ms", *(f"{r['f_linear_ms']:.0f}" for r in rows)],
+            ["ours, ms", *(f"{r['linear_ms']:.0f}" for r in rows)],
+        ],
+    )
+
+
+def startup() -> str:
+    """Return how long an engine takes from the loaded model to its first tokens."""
+    result = read("startup_8b_h100")
+    seconds = [f"{result[key]:.1f}" for key in ("first_token_s", "captured_and_four_tokens_s")]
+    return f"{seconds[0]} s to the first token and {seconds[1]} s to the fourth"
+
+
 def traffic() -> str:
     """Return how many requests of random traffic were run, and how many answers were wrong."""
     result = read("traffic")
@@ -143,8 +183,9 @@ def _machine(result: dict[str, Any]) -> str:
     return f"CPU, {result['threads']} threads" if "threads" in result else "CPU"
 
 
-_ALL = (cache_quality, demo, dropin, ngram_gpu, nodes, prefill, property_cases, provenance, throughput, traffic)
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in _ALL}
+_SPEED = (attention, demo, dropin, linear, ngram_gpu, nodes, prefill, products, startup, throughput)
+_EQUALITY = (cache_quality, property_cases, traffic)
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_SPEED, *_EQUALITY, provenance)}
 
 
 def main() -> None:
