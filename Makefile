@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Leaves out a notice of mkdocs-material about its successor.
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test cover lint types bench figures model clean
+.PHONY: demo test cover lint types bench figures tables docs docs-serve model clean
 
 demo: model
 	$(BIN)/specdec demo
@@ -29,6 +31,16 @@ bench: $(READY)
 figures: $(READY)
 	$(BIN)/python benchmarks/figures.py benchmarks/results docs/figures
 
+# Writes the figures of benchmarks/results into README and docs.
+tables:
+	$(PYTHON) benchmarks/tables.py
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict
+
+docs-serve: .venv/.docs
+	$(BIN)/mkdocs serve
+
 model: $(READY)
 	@$(BIN)/specdec pull smollm2-135m
 
@@ -38,5 +50,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+.venv/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv site build dist *.egg-info

@@ -1,12 +1,24 @@
-"""The documents are true: the file map is complete and README's Python runs."""
+"""The documents are true: the file map is complete, figures are those of the results, links lead somewhere."""
 
-import json
+import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.tables import PLACE, RESULTS, ROOT, TABLES, documents, fill, read
+from specdec.cache.pages import KVLayout
+from specdec.drafters.registry import DRAFTERS, drafts_on_device
+from specdec.engine.capturable import EAGER_PARAMETERS
+from specdec.hf.fields import NOT_FOLLOWED
+from specdec.server.fields import REFUSED
+
+DOCS = ROOT / "docs"
 
 
 def test_the_file_map_names_every_file_once() -> None:
@@ -21,54 +33,81 @@ def test_the_file_map_names_every_file_once() -> None:
     assert sorted(mapped) == sorted([*found, "tests/test_*.py"])
 
 
-@pytest.mark.model
-def test_readme_python_runs(capsys: pytest.CaptureFixture[str], real_model_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out) > 40
+@pytest.mark.parametrize("page", documents(), ids=lambda page: page.name)
+def test_figures_are_those_of_the_committed_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert fill(text) == text, "run `make tables`"
+    assert text.count("<!-- measured:") == text.count("<!-- end -->") == len(PLACE.findall(text))
 
 
-def demo_table() -> str:
-    """README's table, from the committed result of the demo."""
-    lines = ["| prompt | tokens | = HF | HF tok/s | plain | speculative | × | τ |", "|---|---|---|---|---|---|---|---|"]
-    for r in json.loads((ROOT / "benchmarks/results/demo_cpu.json").read_text())["rows"]:
-        speeds = " | ".join(f"{r[key]:.1f}" for key in ("hf", "plain", "speculative"))
-        same = "yes" if r["identical"] else "no"
-        ratio, tau = r["speculative"] / r["hf"], r["mean_acceptance_length"]
-        lines.append(f"| {r['prompt']} | {r['num_tokens']} | {same} | {speeds} | {ratio:.2f} | {tau:.2f} |")
-    return "\n".join(lines)
+def test_each_table_is_shown() -> None:
+    shown = {name for page in documents() for _, name, *_ in PLACE.findall(page.read_text(encoding="utf-8"))}
+    assert shown == set(TABLES)
 
 
-def test_the_table_in_the_readme_is_the_committed_result() -> None:
-    assert demo_table() in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", documents(), ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path = target.partition("#")[0]
+        if path and not path.startswith("https://"):
+            assert (page.parent / path).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("file", ["cache_quality.json", "cache_quality_gemma.json"])
-def test_the_readme_shows_the_committed_cache_quality(file: str) -> None:
-    (model,) = json.loads((ROOT / "benchmarks/results" / file).read_text())["models"]
-    groups = {"int8": 64, "fp8": model["head_dim"], "int4": 64}
-    change = {(row["kv_cache_dtype"], row["group"]): row["change_percent"] for row in model["rows"]}
-    shown = [f"{change[name, group]:+.2f}% with {name}" for name, group in groups.items()]
-    assert f"{shown[0]}, {shown[1]} and {shown[2]}" in " ".join((ROOT / "README.md").read_text().split())
+def ngram_rows() -> dict[str, dict[str, Any]]:
+    return {r["prompt"]: r for r in read("demo_cpu")["rows"] if r.get("drafter", "ngram") == "ngram"}
 
 
-def throughput_row(model: str, file: str) -> str:
-    """The README's line of a model's speeds on a GPU."""
-    rows = json.loads((ROOT / "benchmarks/results" / file).read_text())["rows"]
-    speeds = {row["batch"]: row["tok_s"] for row in rows if row["deterministic"]}
-    return f"| {model} | " + " | ".join(f"{speeds[batch]:,.0f}" for batch in (1, 8, 64)) + " |"
+def test_what_the_pages_say_about_the_figures_is_so() -> None:
+    """Sentences in README, `drafters.md` and `limits.md`: where these fail, the sentences must change."""
+    demo, gpu = ngram_rows(), {r["prompt"]: r["ratio"] for r in read("speculation_smollm2_h100")["rows"]}
+    assert demo["story"]["speculative"] < 1.05 * demo["story"]["plain"]
+    gains = {prompt: r["speculative"] / r["hf"] for prompt, r in demo.items()}
+    for ratios in (gains, gpu):
+        assert set(sorted(ratios, key=ratios.__getitem__)[-2:]) == {"rewriting", "extraction"}
+    cards = {read(path.stem).get("card", "CPU") for path in RESULTS.glob("*.json")}
+    assert cards <= {"CPU", "NVIDIA H100 80GB HBM3"}
 
 
-def test_the_readme_shows_the_committed_throughput() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert throughput_row("SmolLM2-135M-Instruct", "throughput_smollm2_h100.json") in readme
-    assert throughput_row("Llama-3-8B's shape, random weights", "throughput_8b_h100.json") in readme
+def drafter_rows(columns: int) -> dict[str, list[str]]:
+    """Rows of the tables of `drafters.md` with that many columns, by the drafters that they are of."""
+    rows = [line.strip("| ").split(" | ") for line in (DOCS / "drafters.md").read_text().splitlines()]
+    found = [row for row in rows if len(row) == columns and row[0].startswith("`")]
+    return {name.partition(":")[0]: row for row in found for name in re.findall(r"`([^`]+)`", row[0])}
 
 
-def test_the_readme_shows_the_committed_gain_of_the_drop_in() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/dropin_cpu.json").read_text())["rows"]
-    gains = sorted(row["speedup"] for row in rows)
-    assert all(row["identical"] for row in rows)
-    assert f"{gains[0]:.2f} to {gains[-1]:.2f} times as fast" in (ROOT / "README.md").read_text()
+def test_the_page_of_drafters_knows_all_of_them_and_where_they_draft() -> None:
+    rows = drafter_rows(4)
+    assert set(rows) - {"ngram+X"} == set(DRAFTERS) - {"shipped"}  # `auto` is that, or n-grams
+    for name, row in rows.items():
+        assert (row[3] == "yes") == (name == "auto" or drafts_on_device("ngram+none" if "+" in name else name)), name
+
+
+def test_the_page_of_drafters_names_options_that_exist() -> None:
+    for name, row in drafter_rows(2).items():
+        for option in re.findall(r"`(\w+)`", row[1]):
+            if option in DRAFTERS:  # what follows is of that drafter alone
+                break
+            assert option in inspect.signature(DRAFTERS[name]()).parameters, (name, option)
+
+
+def test_the_page_of_limits_names_what_is_refused_or_runs_otherwise() -> None:
+    named = re.findall(r"`(\w+)`", (DOCS / "limits.md").read_text())
+    assert {*EAGER_PARAMETERS, *NOT_FOLLOWED, *REFUSED} <= set(named)
+
+
+def test_the_page_of_memory_says_what_formats_take() -> None:
+    layout = KVLayout(1, 1, 128, torch.bfloat16)
+    sizes = [layout.stored_as(name).bytes_per_head for name in ("auto", "fp8", "int8", "int4")]
+    assert f"| {' | '.join(map(str, sizes))} |" in (DOCS / "memory.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.docs
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    for page in tmp_path.rglob("*.html"):
+        assert "Sentinel.UNSET" not in page.read_text(encoding="utf-8"), page

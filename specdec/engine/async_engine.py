@@ -139,7 +139,8 @@ class AsyncEngine:
         """Answer one prompt; closing or cancelling the iteration ends its requests.
 
         Raises:
-            As `submit`, at the first step of the iteration; EngineDead also later.
+            InvalidRequest, QueueFull, ShuttingDown: as `submit`, at the first step of the iteration.
+            EngineDead: at any step.
         """
         with self.submit([prompt_token_ids], params) as answers:
             async for chunk in answers:

@@ -1,0 +1,201 @@
+"""Writes measured figures into README and docs, from the committed results: `make tables`.
+
+A place for figures is `<!-- measured: NAME -->…<!-- end -->`, NAME one of `TABLES`. What stands between is replaced.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- measured: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def documents() -> list[Path]:
+    """Return README and all pages of docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def fill(text: str) -> str:
+    """Return a document with what the results say now in each of its places."""
+
+    def figures(place: re.Match[str]) -> str:
+        shown = TABLES[place[2]]()
+        return place[1] + (f"\n\n{shown}\n\n" if "\n" in shown else shown) + place[4]
+
+    return PLACE.sub(figures, text)
+
+
+def read(name: str) -> Any:
+    """Return a committed result."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """Return a Markdown table."""
+    headings = list(headings)
+    lines = [headings, ["---"] * len(headings), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def demo() -> str:
+    """Return what `specdec demo` measured on a CPU."""
+    result = read("demo_cpu")
+    which = ["prompt"] if "drafter" in result else ["prompt", "drafter"]  # one for all rows, or each its own
+    headings = [*which, "tokens", "= HF", "HF tok/s", "plain", "speculative", "×", "τ"]
+    rows = []
+    for r in result["rows"]:
+        speeds = [f"{r[key]:.1f}" for key in ("hf", "plain", "speculative")]
+        same = "yes" if r["identical"] else "no"
+        ratio, tau = r["speculative"] / r["hf"], r["mean_acceptance_length"]
+        rows.append([*(r[name] for name in which), r["num_tokens"], same, *speeds, f"{ratio:.2f}", f"{tau:.2f}"])
+    return table(headings, rows)
+
+
+def dropin() -> str:
+    """Return the least and the largest gain of the accelerated `model.generate`; its tokens were the same."""
+    rows = read("dropin_cpu")["rows"]
+    if not all(row["identical"] for row in rows):
+        raise ValueError("dropin_cpu.json: the pages say that all tokens are the same, and they aren't")
+    gains = sorted(row["speedup"] for row in rows)
+    return f"{gains[0]:.2f} to {gains[-1]:.2f}"
+
+
+def ngram_gpu() -> str:
+    """Return n-gram drafts against none on a GPU, by prompt."""
+    rows = read("speculation_smollm2_h100")["rows"]
+    shown = ([r["prompt"], f"{r['plain']:,.0f}", f"{r['ngram']:,.0f}", f"{r['ratio']:.2f}"] for r in rows)
+    return table(("prompt", "plain tok/s", "ngram tok/s", "×"), shown)
+
+
+def throughput() -> str:
+    """Return plain decoding on a GPU by number of requests, deterministic and not."""
+    files = {"SmolLM2-135M-Instruct": "throughput_smollm2_h100", "Llama-3-8B's shape": "throughput_8b_h100"}
+    rows = []
+    for model, file in files.items():
+        for deterministic in (True, False):
+            speeds = {r["batch"]: r["tok_s"] for r in read(file)["rows"] if r["deterministic"] is deterministic}
+            rows.append([model, "yes" if deterministic else "no", *(f"{speeds[n]:,.0f}" for n in (1, 8, 64))])
+    return table(("model", "deterministic", "1 request", "8", "64"), rows)
+
+
+def prefill() -> str:
+    """Return the speed of one long prompt, deterministic and by the library's products."""
+    result = read("prefill_8b_h100")
+    speeds = result["tok_s"]
+    row = [f"{result['length']:,} tokens", *(f"{speeds[key]:,.0f}" for key in ("deterministic", "cublas"))]
+    return table(("prompt", "deterministic tok/s", "library tok/s", "ratio"), [[*row, f"{speeds['ratio']:.2f}"]])
+
+
+def nodes() -> str:
+    """Return what a step costs by the number of nodes, on a GPU."""
+    rows = read("nodes_8b_h100")["rows"]
+    return table(
+        ["nodes", *(str(r["nodes"]) for r in rows)],
+        [
+            ["ms a step", *(f"{r['us'] / 1000:.2f}" for r in rows)],
+            ["× one node", *(f"{r['ratio']:.2f}" for r in rows)],
+        ],
+    )
+
+
+def property_cases() -> str:
+    """Return how many random cases were run, and how many differed."""
+    result = read("property")
+    return f"{result['passed'] + result['failed']:,} random cases, {result['failed'] or 'none'} different"
+
+
+def attention() -> str:
+    """Return our attention against torch's on a GPU."""
+    rows = []
+    for r in read("attention_h100")["rows"]:
+        torch_us = min(r["sdpa_us"], r["sdpa_folded_us"])
+        times = (r["chain_us"], r["tree_us"], torch_us)
+        ratios = (torch_us / r["chain_us"], torch_us / r["tree_us"])
+        rows.append([r["sequences"], f"{r['context']:,}", r["nodes"], *times, *(f"{x:.2f}" for x in ratios)])
+    headings = ("sequences", "context", "nodes", "chains, µs", "trees, µs", "torch, µs", "× chains", "× trees")
+    return table(headings, rows)
+
+
+def products() -> str:
+    """Return how fast our matrix products are against the library's on a GPU, by number of rows."""
+    ratios: dict[tuple[str, str], dict[int, str]] = {}
+    for r in read("products_h100")["rows"]:
+        ratios.setdefault((r["model"], r["product"]), {})[r["rows"]] = f"{r['cublas'] / r['ours']:.2f}"
+    shown = ([*name, *(by_rows[n] for n in (1, 64, 4096))] for name, by_rows in ratios.items())
+    return table(("model", "product", "1 row", "64", "4,096"), shown)
+
+
+def linear() -> str:
+    """Return all matrix products of a forward on a CPU, in two orders, by number of rows."""
+    rows = read("linear_cpu")["rows"]
+    return table(
+        ["rows", *(str(r["rows"]) for r in rows)],
+        [
+            ["x @ weight.T, ms", *(f"{r['f_linear_ms']:.0f}" for r in rows)],
+            ["ours, ms", *(f"{r['linear_ms']:.0f}" for r in rows)],
+        ],
+    )
+
+
+def startup() -> str:
+    """Return how long an engine takes from the loaded model to its first tokens."""
+    result = read("startup_8b_h100")
+    seconds = [f"{result[key]:.1f}" for key in ("first_token_s", "captured_and_four_tokens_s")]
+    return f"{seconds[0]} s to the first token and {seconds[1]} s to the fourth"
+
+
+def traffic() -> str:
+    """Return how many requests of random traffic were run, and how many answers were wrong."""
+    result = read("traffic")
+    return f"{result['requests']:,} random requests, {result['wrong'] or 'none'} answered otherwise than alone"
+
+
+def cache_quality() -> str:
+    """Return what each cache format does to the perplexity of two models."""
+    rows = []
+    for file in ("cache_quality", "cache_quality_gemma"):
+        for model in read(file)["models"]:
+            rows.append([model["model"], "native", f"{model['native_perplexity']:.2f}", "", f"{model['tokens']:,}"])
+            for r in model["rows"]:
+                name = f"{r['kv_cache_dtype']}, groups of {r['group']}"
+                change = f"{r['change_percent']:+.2f}% ± {r['standard_error_percent']:.2f}"
+                rows.append(["", name, f"{r['perplexity']:.2f}", change, ""])
+    return table(("model", "stored as", "perplexity", "change (± standard error)", "tokens"), rows)
+
+
+def provenance() -> str:
+    """Return how each committed result was made."""
+    rows = []
+    for path in sorted(RESULTS.glob("*.json")):
+        result = read(path.stem)
+        versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "transformers") if name in result)
+        rows.append([f"`{path.name}`", f"`{result['command']}`", _machine(result), versions, result.get("commit", "–")])
+    return table(("file", "command", "on", "versions", "commit"), rows)
+
+
+def _machine(result: dict[str, Any]) -> str:
+    if "card" in result:
+        return str(result["card"])
+    return f"CPU, {result['threads']} threads" if "threads" in result else "CPU"
+
+
+_SPEED = (attention, demo, dropin, linear, ngram_gpu, nodes, prefill, products, startup, throughput)
+_EQUALITY = (cache_quality, property_cases, traffic)
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_SPEED, *_EQUALITY, provenance)}
+
+
+def main() -> None:
+    """Rewrite the documents whose figures are no longer those of the results."""
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        if (new := fill(text)) != text:
+            path.write_text(new, encoding="utf-8")
+            print(f"updated {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
