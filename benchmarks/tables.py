@@ -82,6 +82,20 @@ def throughput() -> str:
     return table(("model", "deterministic", "1 request", "8", "64"), rows)
 
 
+def heads() -> str:
+    """Return what the heads that come with the package gain over plain decoding, by device and nodes of the tree."""
+    rows = []
+    for device, file in {"2 CPU cores, fp32": "heads_smollm2_cpu", "H100, bf16": "heads_smollm2_h100"}.items():
+        result = read(file)
+        (measured,) = result["rows"]
+        for nodes, r in measured["speeds"].items():
+            same = "yes" if r["equal"] else "no"
+            rows.append(
+                [device, nodes, f"{result['plain_tok_s']:,.0f}", f"{r['tok_s']:,.0f}", f"{r['gain']:.2f}", same]
+            )
+    return table(("on", "nodes", "plain tok/s", "heads tok/s", "×", "same tokens"), rows)
+
+
 def prefill() -> str:
     """Return the speed of one long prompt, deterministic and by the library's products."""
     result = read("prefill_8b_h100")
@@ -183,7 +197,7 @@ def _machine(result: dict[str, Any]) -> str:
     return f"CPU, {result['threads']} threads" if "threads" in result else "CPU"
 
 
-_SPEED = (attention, demo, dropin, linear, ngram_gpu, nodes, prefill, products, startup, throughput)
+_SPEED = (attention, demo, dropin, heads, linear, ngram_gpu, nodes, prefill, products, startup, throughput)
 _EQUALITY = (cache_quality, property_cases, traffic)
 TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_SPEED, *_EQUALITY, provenance)}
 

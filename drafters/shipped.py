@@ -20,8 +20,8 @@ AUTO = {"cpu": "ngram+shipped", "cuda": "ngram"}
 """Which drafter "auto" takes on each type of device, where there are heads for the model. Not the heads on a GPU: in
 `benchmarks/results/heads_smollm2_h100.json` tokens of trees differ there from plain decoding's."""
 NODES = {"cpu": 2, "cuda": None}
-"""Most nodes of a tree where nobody says how many; None for all that were stored. On a CPU each node costs a fifth of a
-plain step (`benchmarks/results/heads_smollm2_cpu.json`)."""
+"""Most nodes of a tree where nobody says how many; None for all that were stored. On a CPU large trees cost more than
+they bring (`benchmarks/results/heads_smollm2_cpu.json`)."""
 
 
 def shipped_folder(fingerprint: str) -> Path | None:

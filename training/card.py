@@ -23,7 +23,7 @@ def add_facts(folder: Path, config: HeadsConfig, **facts: Mapping[str, Any]) -> 
         folder: the heads' folder.
         config: theirs.
         facts: `training` with base, licence, command, data, examples, held_out, labels, steps, batch_tokens, lr, decay,
-            soft_labels, seed, peak_bytes and, if there were held-out examples, top1 and top5; or `tau` with nodes,
+            soft_labels, seed and, where they are known, peak_bytes, top1 and top5; or `tau` with nodes,
             prompts, num_tokens, predicted, measured and by_category.
 
     Raises:
@@ -89,8 +89,9 @@ def _training(facts: Mapping[str, Any]) -> str:
 held out.
 - {facts["steps"]} steps of at most {facts["batch_tokens"]} tokens, AdamW, learning rate {facts["lr"]}, loss of \
 head k × {facts["decay"]}^k{soft}, seed {facts["seed"]}; the base stayed as it was.
-- Peak memory {facts["peak_bytes"] / 1e9:.1f} GB.
 """
+    if "peak_bytes" in facts:
+        text += f"- Peak memory {facts['peak_bytes'] / 1e9:.1f} GB.\n"
     if "top1" not in facts:
         return text
     rows = [f"| {k} | {a:.3f} | {b:.3f} |" for k, (a, b) in enumerate(zip(facts["top1"], facts["top5"], strict=True))]

@@ -52,6 +52,7 @@ def load_values(pages, row, ok, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: t
         elif pages.kind == "fp8":
             x = _from_e4m3(_load(pages.codes, row, ok, D, BLOCK_D, 0))
         else:
+            tl.static_assert(pages.kind == "int8", "a format without code here")
             x = _to_float(_load(pages.codes, row, ok, D, BLOCK_D, 0) ^ 0x80, 128.0)
         x = tl.reshape(x, [M, BLOCK_G, GROUP])
         if pages.kind == "int4":  # the rows of scales are twice as wide: zero points stand behind
@@ -85,6 +86,7 @@ def store_values(pages, row, ok, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
             _store(pages.scales, row * 2, ok, scale, GROUPS, BLOCK_G)
             _store(pages.scales, row * 2 + 1, ok, zero, GROUPS, BLOCK_G)
         else:
+            tl.static_assert(pages.kind == "fp8" or pages.kind == "int8", "a format without code here")
             LARGEST: tl.constexpr = 256.0 if pages.kind == "fp8" else 127.0
             scale = _to_scale(tl.max(tl.abs(x), 2) * (1.0 / LARGEST))
             x = tl.reshape(_divide(x, scale, -LARGEST, LARGEST), [M, BLOCK_D])

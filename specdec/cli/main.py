@@ -23,6 +23,7 @@ from specdec.errors import (
     SpecdecError,
     UnsupportedModel,
 )
+from specdec.hub.quiet import hush
 
 _BAD_INPUT = (InvalidRequest, ConfigError, DataError, ModelNotFound, UnsupportedModel, CheckpointError)
 
@@ -45,6 +46,7 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="specdec")
 def main() -> None:
     """Generate several tokens per forward pass without changing what the model says."""
+    hush()
 
 
 for _command in (generate, chat, serve, pull, info, tune, train, tree, export, demo, bench):

@@ -9,6 +9,12 @@ _CHATTY = ("torchao", "torch.utils._pytree")
 """Transformers imports torchao where it is installed, which warns of every part that this machine has no use for."""
 
 
+def hush() -> None:
+    """Silence for good what says its things at import, in a process that is ours: the command line's."""
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers inside the block; its settings are as before afterwards."""
