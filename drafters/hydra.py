@@ -12,6 +12,7 @@ from specdec.drafters.heads_drafter import HeadsDrafter
 from specdec.drafters.hydra_guesses import HydraGuesses
 from specdec.drafters.hydra_heads import HydraHeads
 from specdec.drafters.protocol import DraftTarget
+from specdec.drafters.recurrent_heads import RecurrentHeads
 from specdec.drafters.static_tree import StaticTree
 
 
@@ -35,7 +36,7 @@ class HydraDrafter(HeadsDrafter):
 
     def __init__(
         self,
-        heads: HydraHeads,
+        heads: HydraHeads | RecurrentHeads,
         target: DraftTarget,
         tree: Sequence[Sequence[int]] | None = None,
         max_nodes: int | None = None,

@@ -4,36 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.drafters.heads import load_heads_of
-from specdec.drafters.heads_drafter import HeadsDrafter
-from specdec.drafters.hydra_guesses import HydraGuesses
+from specdec.drafters.hydra import HydraDrafter
 from specdec.drafters.protocol import DraftTarget
 from specdec.drafters.recurrent_heads import RecurrentHeads
-from specdec.drafters.static_tree import StaticTree
 
 
-class RecurrentDrafter(HeadsDrafter):
-    """Drafts a static tree as `HydraDrafter` does, by heads that are one cell.
-
-    Args:
-        heads: the heads, on the target's device and in its dtype.
-        target: the model that they read; its `embed` is needed.
-        tree, max_nodes: as for `StaticTree`.
-
-    Raises:
-        ConfigError: as `StaticTree`, or the target has no input embeddings.
-    """
+class RecurrentDrafter(HydraDrafter):
+    """Drafts as `HydraDrafter` does, by heads that are one cell."""
 
     name = "recurrent"
-
-    def __init__(
-        self,
-        heads: RecurrentHeads,
-        target: DraftTarget,
-        tree: Sequence[Sequence[int]] | None = None,
-        max_nodes: int | None = None,
-    ) -> None:
-        static = StaticTree(heads.config, target, tree, max_nodes)
-        super().__init__(static, HydraGuesses(heads, target, static.choices), target)
 
 
 def load_recurrent(
