@@ -19,9 +19,9 @@ NAMES = ("shipped", "ngram+shipped")
 AUTO = {"cpu": "ngram+shipped", "cuda": "ngram"}
 """Which drafter "auto" takes on each type of device, where there are heads for the model. Not the heads on a GPU: in
 `benchmarks/results/heads_smollm2_h100.json` tokens of trees differ there from plain decoding's."""
-NODES = {"cpu": 2, "cuda": None}
-"""Most nodes of a tree where nobody says how many; None for all that were stored. On a CPU large trees cost more than
-they bring (`benchmarks/results/heads_smollm2_cpu.json`)."""
+NODES = {"cpu": 2}
+"""Most nodes of a tree where nobody says how many; other devices take all that were stored. On a CPU large trees cost
+more than they bring (`benchmarks/results/heads_smollm2_cpu.json`)."""
 
 
 def shipped_folder(fingerprint: str) -> Path | None:
@@ -50,14 +50,14 @@ def load_shipped(
     folder = shipped_folder(target.fingerprint)
     if folder is None:
         raise ConfigError("no heads come with the package for this model; train some with `specdec train medusa`")
-    most = NODES[target.device.type] if max_nodes is None and tree is None else max_nodes
+    most = NODES.get(target.device.type) if max_nodes is None and tree is None else max_nodes
     drafter = make_drafter(f"{heads_kind(folder)}:{folder}", target, tree=tree, max_nodes=most)
     assert isinstance(drafter, HeadsDrafter)
     return drafter
 
 
 def auto(target: DraftTarget | None = None) -> Drafter:
-    """Return the default drafter: shipped heads where there are some for the target, else n-grams."""
+    """Return the default drafter: what `AUTO` says where heads are shipped for the target, else n-grams."""
     if target is None or shipped_folder(target.fingerprint) is None:
         return NGramDrafter()
-    return make_drafter(AUTO[target.device.type], target)
+    return make_drafter(AUTO.get(target.device.type, "ngram"), target)

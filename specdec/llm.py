@@ -29,7 +29,7 @@ class LLM:
 
     Args:
         model: a folder, a hub id, a name that `specdec pull` knows, or a loaded Hugging Face model.
-        drafter: "auto" takes the draft heads that come with the package for this model, if there are any, else n-grams;
+        drafter: "auto" takes n-grams and, on a CPU, then the draft heads that come with the package for this model;
             or "none", "ngram", "shipped", "medusa:PATH", "hydra:PATH", "draft_model:PATH", "early_exit", the path of a
             heads folder, two of them ("ngram+early_exit"), a loaded model to draft with, or a `Drafter`.
         tokenizer: for a loaded model; else the model's own.
