@@ -19,25 +19,17 @@ import torch
 import transformers
 
 from specdec import LLM, SamplingParams
+from specdec.bench.counts import total
+from specdec.bench.dataset import load_prompts
 from specdec.outputs import Completion
 from specdec.training.check import check_tau
 
-PROMPTS = Path(__file__).parent / "prompts"
 REPEATS = 3
-
-
-def read_prompts(folder: Path) -> dict[str, list[list[dict[str, str]]]]:
-    """Conversations by category: each JSONL file of the folder is one."""
-    return {
-        path.stem: [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
-        for path in sorted(folder.glob("*.jsonl"))
-    }
 
 
 def tau(completions: Iterable[Completion]) -> float:
     """Tokens a forward over all answers."""
-    stats = [c.stats for c in completions]
-    return round(sum(s.num_output_tokens for s in stats) / sum(s.num_forwards for s in stats), 3)
+    return round(total(c.stats for c in completions).mean_acceptance_length, 3)
 
 
 def taus(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int, temperature: float) -> dict[str, float]:
@@ -109,7 +101,7 @@ def _measure_tau(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> 
 @click.option("--tau/--no-tau", "with_tau", default=True, help="Whether τ is measured, on all prompts.")
 @click.option("--timed", default=2, help="Prompts of each category that are timed.")
 @click.option("--sizes", default="8,16,32,64", help="Nodes of the trees that are timed.")
-@click.option("--prompts", "folder", default=PROMPTS, type=click.Path(path_type=Path))
+@click.option("--prompts", "source", default="builtin", help="`builtin`, or a file as for `specdec bench acceptance`.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def main(
     folders: tuple[str, ...],
@@ -118,12 +110,15 @@ def main(
     with_tau: bool,
     timed: int,
     sizes: str,
-    folder: Path,
+    source: str,
     path: str | None,
 ) -> None:
     """Measure heads."""
     plain = LLM(model, "none", max_num_seqs=1, enable_prefix_caching=False)
-    prompts = {name: [plain.encode_chat(messages) for messages in some] for name, some in read_prompts(folder).items()}
+    assert plain.tokenizer is not None
+    prompts: dict[str, list[list[int]]] = defaultdict(list)
+    for prompt in load_prompts(source):
+        prompts[prompt.category].append(prompt.encode(plain.tokenizer))
     some = [ids for ids_of in prompts.values() for ids in ids_of[:timed]]
     base = timed_answers(plain, some, tokens)
     rows = []

@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
-from benchmarks.serving import MODEL, percentile, serving
+from benchmarks.serving import MODEL, percentile, serving, show
 from tests.test_server_limits import HOSTILE
 
 VICTIM = {"model": MODEL, "prompt": "victim", "max_tokens": 100, "temperature": 0}
@@ -123,10 +123,7 @@ def main(count: int, path: str | None) -> None:
         "victims_changed": victims.num_changed,
         "ready_after": ready,
     }
-    click.echo(json.dumps(result, indent=1))
-    if path:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(result, indent=1) + "\n")
+    show(result, path)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ quarter of the time to its end.
 """
 
 import asyncio
-import json
 import random
 import time
 from collections import Counter
@@ -17,7 +16,7 @@ import click
 import httpx2
 import torch
 
-from benchmarks.serving import MODEL, Serving, percentile, serving
+from benchmarks.serving import MODEL, Serving, percentile, serving, show
 
 CAPACITY_SECONDS = 10
 CLIENTS = 16
@@ -109,10 +108,7 @@ def main(seconds: float, path: str | None) -> None:
         "memory_growth": settled[-1] / settled[0] - 1,
         "idle_after": idle,
     }
-    click.echo(json.dumps(result, indent=1))
-    if path:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(result, indent=1) + "\n")
+    show(result, path)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the server's benchmarks share: `specdec serve` in a process of its own, and what can be asked of it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import httpx2
 import torch
 
@@ -80,3 +82,11 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def show(result: dict[str, object], path: str | None) -> None:
+    """Print a result, and write it to a file if one is asked for."""
+    text = json.dumps(result, indent=1) + "\n"
+    click.echo(text, nl=False)
+    if path:
+        Path(path).write_text(text, encoding="utf-8")

@@ -155,6 +155,19 @@ class DraftHeads(nn.Module):
         """
         raise NotImplementedError  # the kinds differ in this alone
 
+    def followed(self, following: Tensor | None, num_heads: int) -> Tensor:
+        """Return what heads that read the tokens before theirs were given.
+
+        Raises:
+            ValueError: it is missing or holds fewer tokens than there are heads.
+        """
+        if following is None or following.shape[1] < num_heads:
+            kind = self.config.kind
+            raise ValueError(
+                f"{num_heads} {kind} heads need the embeddings of the {num_heads} tokens that follow; pass following"
+            )
+        return following
+
     def project(self, states: Tensor, lm_head: Callable[[Tensor], Tensor], first: int = 0) -> Tensor:
         """Return the logits of some heads.
 

@@ -37,8 +37,7 @@ class HydraHeads(DraftHeads):
             ValueError: `following` is missing or holds fewer tokens than there are heads.
         """
         k = self.config.num_heads if num_heads is None else num_heads
-        if following is None or following.shape[1] < k:
-            raise ValueError(f"{k} Hydra heads need the embeddings of the {k} tokens that follow; pass following")
+        following = self.followed(following, k)
         x = torch.stack([self._mlp(hidden, following[:, : head + 1]) for head in range(k)])  # [K', T, H]
         for block in self.blocks:
             x = block(x)

@@ -37,8 +37,7 @@ class RecurrentHeads(DraftHeads):
             ValueError: `following` is missing or holds fewer tokens than there are heads.
         """
         k = self.config.num_heads if num_heads is None else num_heads
-        if following is None or following.shape[1] < k:
-            raise ValueError(f"{k} recurrent heads need the embeddings of the {k} tokens that follow; pass following")
+        following = self.followed(following, k)
         states = [hidden]
         for token in following[:, :k].unbind(1):
             states.append(self._cell(states[-1], token))

@@ -30,8 +30,7 @@ class Tile:
 def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int = 2) -> Tile:
     """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k] of `itemsize` bytes an element.
 
-    The fastest of `benchmarks/results/products_h100.json`, where weights come from memory: `kernels_gpu.py products
-    --search` tries many.
+    They were the fastest on an H100, where weights come from memory: `kernels_gpu.py products --search` tries many.
     """
     tile = _tile_of_two_bytes(num_rows, out, k, num_weights)
     return tile if itemsize <= 2 else replace(tile, k=tile.k // 2)  # the loads in flight fill the shared memory

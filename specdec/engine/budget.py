@@ -98,7 +98,7 @@ class NodeBudget:
     def _share(self, qualities: Sequence[float], limits: Sequence[int], num_rows: int, context: float) -> list[int]:
         """Nodes of each tree, root included, at those qualities."""
         num_seqs, node = len(qualities), np.arange(1, self._most)[:, None]
-        curves = np.array([self._gains.of(quality) for quality in qualities]).T  # [nodes, sequences]
+        curves = self._gains.of(qualities).T  # [nodes, sequences]
         gains = np.where(node < np.array(limits), curves, -1).ravel()  # falling along the nodes
         order = np.argsort(-gains, kind="stable")[: min(num_rows, sum(limits) - num_seqs)]
         if self.table is not None and len(order):
@@ -166,7 +166,7 @@ class NodeBudget:
         """The node count with the most expected tokens a second at those qualities; the smallest of equals."""
         known = NODE_COUNTS if self.table is None else self.table.num_nodes
         counts = [n for n in known if n < self._most] + [self._most]
-        bought = np.sum([np.cumsum([0.0, *self._gains.of(quality)]) for quality in qualities], axis=0)
+        bought = np.cumsum([0.0, *self._gains.of(qualities).sum(0)])  # by all, with 1, 2, … nodes each
         gain = {n: (len(qualities) + bought[n - 1]) / self._seconds(num_seqs, n, context) for n in counts}
         return max(counts, key=lambda n: gain[n])
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 FIRST_RATE = 0.7
 """Acceptance rate that a request is credited with before anything of it was verified."""
@@ -22,8 +22,8 @@ class Gains(Protocol):
     first: float
     best: float
 
-    def of(self, quality: float) -> NDArray[np.float64]:
-        """Return the tokens that each further node is expected to buy, falling: [most nodes besides the root]."""
+    def of(self, quality: ArrayLike) -> NDArray[np.float64]:
+        """Return the tokens that each further node is expected to buy, falling: [...] to [..., most nodes - 1]."""
         ...
 
     def learn(self, quality: float, num_accepted: int, num_refused: int, num_nodes: int) -> float:
@@ -49,9 +49,9 @@ class ChainGains:
     def __init__(self, most: int) -> None:
         self._depths = np.arange(1, most)
 
-    def of(self, quality: float) -> NDArray[np.float64]:
+    def of(self, quality: ArrayLike) -> NDArray[np.float64]:
         """Return the rate to the power of each node's depth."""
-        return np.asarray(quality**self._depths, dtype=np.float64)
+        return np.asarray(quality, dtype=np.float64)[..., None] ** self._depths
 
     def learn(self, quality: float, num_accepted: int, num_refused: int, num_nodes: int) -> float:
         """Take each verified depth into the running rate."""
@@ -76,9 +76,9 @@ class TreeGains:
         self._chances[: len(known)] = np.minimum.accumulate(known)
         self._expected = np.cumsum(self._chances)
 
-    def of(self, quality: float) -> NDArray[np.float64]:
+    def of(self, quality: ArrayLike) -> NDArray[np.float64]:
         """Return each node's chance, so many times as good; what the tree doesn't have buys nothing."""
-        return np.minimum(1.0, quality * self._chances)
+        return np.minimum(1.0, np.asarray(quality, dtype=np.float64)[..., None] * self._chances)
 
     def learn(self, quality: float, num_accepted: int, num_refused: int, num_nodes: int) -> float:
         """Compare what was accepted with what such a tree is accepted on average."""
