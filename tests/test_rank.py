@@ -9,7 +9,7 @@ from specdec.kernels.gpu import rank as gpu_rank
 from specdec.kernels.gumbel import gumbel_noise
 from specdec.params import SamplingParams
 from tests.conftest import tiny_llama
-from tests.hydra import random_hydra
+from tests.hydra import random_hydra, random_recurrent
 from tests.kernels import DEVICE, DTYPES, ON_GPU
 from tests.medusa import random_medusa
 
@@ -69,7 +69,9 @@ def test_sizes_that_do_not_fit_are_refused(rank):
         rank(*arguments, 3)
 
 
-HEADS = pytest.mark.parametrize("random_heads", [random_medusa, random_hydra], ids=["medusa", "hydra"])
+HEADS = pytest.mark.parametrize(
+    "random_heads", [random_medusa, random_hydra, random_recurrent], ids=["medusa", "hydra", "recurrent"]
+)
 
 
 @HEADS

@@ -26,7 +26,7 @@ def _gumbel(words):
 
 
 @triton.jit
-def _noise_at(seed, position, token):
+def noise_at(seed, position, token):
     """The noise of any token ids [BLOCK]: each takes its word of its own counter."""
     token = token.to(tl.int32)
     a, b, c, d = tl.philox(seed, token // 4, position.to(tl.uint32), 0, 0)
@@ -64,7 +64,7 @@ def scores_of(
         # `/` is not correctly rounded on float32, and a last bit can turn a decision.
         scores = tl.div_rn(scores, tl.maximum(temperature, MIN_TEMPERATURE))
         if MAPPED:
-            scores += _noise_at(seed, position, tl.load(token_ids_ptr + token, mask=token < num_tokens, other=0))
+            scores += noise_at(seed, position, tl.load(token_ids_ptr + token, mask=token < num_tokens, other=0))
         else:
             scores += _noise(seed, position, first_token, BLOCK)
     return scores
