@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.accept import Accepted, check_shapes
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 
 
 @triton.jit
@@ -20,7 +21,9 @@ def _accept_kernel(
     n,
     parents_row,
     NODES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     num_nodes = tl.minimum(tl.load(num_nodes_ptr + sequence), n)
@@ -89,5 +92,6 @@ def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, choices: Tensor, 
         parents.stride(0),
         triton.next_power_of_2(num_columns),
         num_warps=1,
+        **overlap(tokens.device),
     )
     return path, num_accepted

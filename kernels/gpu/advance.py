@@ -5,12 +5,22 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.advance import check_shapes
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 
 
 @triton.jit
 def _advance_kernel(
-    history_ptr, lengths_ptr, emitted_ptr, num_accepted_ptr, capacity, n, emitted_row, NODES: tl.constexpr
+    history_ptr,
+    lengths_ptr,
+    emitted_ptr,
+    num_accepted_ptr,
+    capacity,
+    n,
+    emitted_row,
+    NODES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, NODES)
     length = tl.load(lengths_ptr + sequence)
@@ -51,4 +61,5 @@ def advance(history: Tensor, lengths: Tensor, emitted: Tensor, num_accepted: Ten
         emitted.stride(0),
         triton.next_power_of_2(num_columns),
         num_warps=1,
+        **overlap(history.device),
     )

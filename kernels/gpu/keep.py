@@ -4,13 +4,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 from specdec.kernels.keep import check_shapes
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _keep_kernel(hidden_ptr, path_ptr, num_accepted_ptr, kept_ptr, known_ptr, n, H: tl.constexpr, BLOCK: tl.constexpr):
+def _keep_kernel(
+    hidden_ptr, path_ptr, num_accepted_ptr, kept_ptr, known_ptr, n,
+    H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     num_accepted = tl.load(num_accepted_ptr + sequence)
     if num_accepted > 0:
@@ -38,5 +43,6 @@ def keep(hidden: Tensor, path: Tensor, num_accepted: Tensor, kept: Tensor, known
     (num_sequences, num_nodes), size = path.shape, hidden.shape[2]
     block = min(_BLOCK, triton.next_power_of_2(size))
     _keep_kernel[(num_sequences, triton.cdiv(size, block))](
-        hidden.contiguous(), path.contiguous(), num_accepted, kept, known, num_nodes, size, block
-    )
+        hidden.contiguous(), path.contiguous(), num_accepted, kept, known, num_nodes, size, block,
+        **overlap(path.device),
+    )  # fmt: skip
