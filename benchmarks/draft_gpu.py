@@ -1,11 +1,13 @@
 """Times the drafts that heads make in captured steps on a GPU, and counts their kernels.
 
-    python -m benchmarks.draft_gpu --json benchmarks/results/draft_h100.json
+    python -m benchmarks.draft_gpu trees --json benchmarks/results/draft_h100.json
+    python -m benchmarks.draft_gpu tiles --rows 1,10,80
 
 The heads are those that come with the package, or others; the base is random weights of its shape with one layer, which
 changes what is drafted and not how long it takes. Weights come from memory, as they do in a step whose target's own
 weights went through the cache. `composed` takes the heads' projection and embeddings as functions that kernels can't
-take apart: products and gathers of their own, and logits in memory.
+take apart: products and gathers of their own, and logits in memory. `tiles` times many tiles of each product of a
+level, with weights in the cache, where all levels but the first find them.
 """
 
 import json
@@ -13,23 +15,31 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.kernels_gpu import CACHE, timed, write
 from specdec.build import draft_target
 from specdec.cache.pages import KVPages
+from specdec.drafters.heads import load_heads
 from specdec.drafters.heads_drafter import HeadsDrafter
 from specdec.drafters.protocol import DraftTarget
+from specdec.drafters.recurrent_heads import RecurrentHeads
 from specdec.drafters.registry import make_drafter
 from specdec.engine.device import Bucket, DeviceStep
 from specdec.engine.state import DeviceState
+from specdec.kernels.gpu.candidates import candidates
+from specdec.kernels.gpu.cell import cell
+from specdec.kernels.gpu.linear import Tile
 from specdec.models.decoder import Decoder
 
+Op = Callable[[Tile | None], object]
 HEADS = Path(__file__).parent.parent / "specdec" / "heads" / "smollm2-135m"
 LENGTH, BLOCK_SIZE = 100, 16
 
@@ -56,7 +66,7 @@ def composed(target: DraftTarget) -> DraftTarget:
     assert target.embed is not None and target.head_rows is not None
     embed, head_rows, lm_head = target.embed, target.head_rows, target.lm_head
 
-    def rows(ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def rows(ids: Tensor) -> Callable[[Tensor], Tensor]:
         head = head_rows(ids)
         return lambda states: head(states)
 
@@ -112,15 +122,20 @@ def measure(drafter: HeadsDrafter, model: Decoder, num_seqs: int, temperature: f
     }
 
 
-@click.command()
+@click.group()
+def main() -> None:
+    """Time drafting."""
+
+
+@main.command()
 @click.option("--heads", "folder", default=HEADS, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--nodes", default="8,16,32,64", help="Nodes of the trees.")
 @click.option("--seqs", default="1,8", help="Sequences of a step.")
 @click.option("--temperature", default=0.0)
 @click.option("--names/--no-names", default=False, help="Print how often each kernel is launched.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
-def main(folder: Path, nodes: str, seqs: str, temperature: float, names: bool, path: str | None) -> None:
-    """Time drafting."""
+def trees(folder: Path, nodes: str, seqs: str, temperature: float, names: bool, path: str | None) -> None:
+    """Whole trees: time and launches."""
     hf = base(folder)
     model = Decoder(hf)
     target = draft_target(hf, model)
@@ -136,6 +151,59 @@ def main(folder: Path, nodes: str, seqs: str, temperature: float, names: bool, p
                 rows.append(row)
     facts = {"command": " ".join(["python -m benchmarks.draft_gpu", *sys.argv[1:]]), "heads": folder.name}
     write(path, facts | {"temperature": temperature, "rows": rows})
+
+
+def _tiles(rows: int, outs: tuple[int, ...]) -> list[Tile]:
+    high = 16 if rows <= 16 else 64
+    return [
+        Tile(high, out, k, warps, stages)
+        for out in outs
+        for k in (64, 128, 256)
+        for warps, stages in ((4, 3), (4, 5), (8, 4))
+        if (2 * high + 2 * out) * k * 2 * stages < 200_000
+    ]
+
+
+def _ops(heads: RecurrentHeads, model: LlamaForCausalLM, num_rows: int, num_ranks: int) -> dict[str, Op]:
+    """The products of a level of so many paths, as calls with a tile of their own."""
+    device, ids = model.device, heads.token_ids
+    weight = model.lm_head.weight if ids is None else model.lm_head.weight[ids]
+    embedding = model.get_input_embeddings().weight
+    parts = heads.up.weight, heads.up.bias, heads.down.weight, heads.down.bias
+    states = torch.randn(1, num_rows, weight.shape[1], device=device).to(weight.dtype)
+    found, paths = torch.randint(len(weight), (1, num_rows), device=device), torch.arange(num_rows, device=device)
+    greedy = torch.zeros(1, device=device), *torch.zeros(2, 1, dtype=torch.int64, device=device)
+    out = torch.empty(1, num_rows, num_ranks, dtype=torch.int64, device=device)
+
+    def step(up: Tile | None, down: Tile | None) -> Tensor:
+        return cell(states, paths, found, paths, embedding, *parts, tiles=(up, down))
+
+    return {
+        "up": lambda tile: step(tile, None),
+        "down": lambda tile: step(None, tile),
+        "candidates": lambda tile: candidates(states, weight, None, *greedy, out, token_ids=ids, tile=tile),
+    }
+
+
+@main.command()
+@click.option("--heads", "folder", default=HEADS, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--rows", default="1,10,80", help="Paths of a level.")
+@click.option("--ranks", default=5, help="Candidates of each path.")
+def tiles(folder: Path, rows: str, ranks: int) -> None:
+    """Microseconds with many tiles of a level's products; those of up and down are of both together."""
+    model = base(folder)
+    heads = load_heads(folder, draft_target(model, Decoder(model)), check_base=False)
+    assert isinstance(heads, RecurrentHeads) and heads.projection is None
+    for n in map(int, rows.split(",")):
+        for name, op in _ops(heads, model, n, ranks).items():
+            times = {"as chosen": timed([partial(op, None)] * 20, 8)}
+            for tile in _tiles(n, (32, 64, 128) if name == "candidates" else (16, 32, 64)):
+                try:
+                    times[str(tile)] = timed([partial(op, tile)] * 20, 8)
+                except Exception as error:  # out of shared memory or registers: no tile for this size
+                    click.echo(f"{tile}: {type(error).__name__}")
+            order = ["as chosen", *sorted(times, key=times.__getitem__)[:5]]
+            click.echo(f"{n} rows, {name}: { ({key: round(times[key], 2) for key in order}) }")
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ def candidates(
     ahead: int = 0,
     step: int = 0,
     token_ids: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Write the k tokens with the best scores of each row of states: those that `rank` finds in its logits.
 
@@ -119,6 +120,7 @@ def candidates(
         ahead: how many positions behind that a sequence's first row predicts.
         step: how many positions each row is behind the one before it.
         token_ids: [V] int64, the token of each column, ascending; None if column i is token i.
+        tile: how to cut the product; None chooses by the numbers of rows and columns.
 
     Raises:
         ValueError: the sizes don't fit each other, or a tensor isn't dense or of another dtype.
@@ -130,7 +132,7 @@ def candidates(
     (num_sequences, num_paths, size), num_ranks = states.shape, out.shape[2]
     num_rows, num_columns = num_sequences * num_paths, len(weight)
     mapped, early = token_ids is not None, overlap(states.device)
-    t = _tile(num_rows, num_columns, states.element_size())
+    t = tile or _tile(num_rows, num_columns, states.element_size())
     num_blocks = triton.cdiv(num_columns, t.out)
     keys = torch.empty(num_rows, num_blocks * num_ranks, dtype=torch.int64, device=states.device)
     _block_kernel[(triton.cdiv(num_rows, t.rows) * num_blocks,)](

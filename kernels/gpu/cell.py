@@ -98,6 +98,8 @@ def cell(
     up_bias: Tensor,
     down: Tensor,
     down_bias: Tensor,
+    *,
+    tiles: tuple[Tile | None, Tile | None] = (None, None),
 ) -> Tensor:
     """Return the next state of each of P paths in each of S trees of one shape; see `kernels.cell.next_state`.
 
@@ -110,6 +112,7 @@ def cell(
         last: [P] int64, for each path where its last token stands in a row of `found`.
         embedding: [V, H], the input embeddings, like all weights contiguous and of the states' dtype.
         up, up_bias, down, down_bias: [I, 2 H], [I], [H, I] and [H].
+        tiles: how to cut the two products; None chooses by the number of rows.
 
     Returns:
         [S, P, H].
@@ -125,12 +128,12 @@ def cell(
     num_rows = num_trees * num_paths
     between = torch.empty(num_rows, inner, dtype=states.dtype, device=states.device)
     out = torch.empty(num_trees, num_paths, size, dtype=states.dtype, device=states.device)
-    t = _tile(num_rows, 2, states.element_size())
+    t = tiles[0] or _tile(num_rows, 2, states.element_size())
     _up_kernel[_grid(num_rows, inner, t)](
         states, above, found, last, embedding, up, up_bias, between, num_rows, num_paths, num_above, found.stride(0),
         inner, size, EPS, t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, **overlap(states.device),
     )  # fmt: skip
-    t = _tile(num_rows, 1, states.element_size())
+    t = tiles[1] or _tile(num_rows, 1, states.element_size())
     _down_kernel[_grid(num_rows, size, t)](
         between, down, down_bias, states, above, out, num_rows, num_paths, num_above,
         size, inner, t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, **overlap(states.device),
