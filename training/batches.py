@@ -70,7 +70,8 @@ def make_batch(examples: Sequence[Example], num_heads: int) -> Batch:
 
 def label_counts(examples: Sequence[Example], num_heads: int) -> list[int]:
     """Return how many labels each head has in these examples."""
-    return [sum(sum(example.answer[k + 2 :]) for example in examples) for k in range(num_heads)]
+    whole = sum(sum(example.answer) for example in examples)
+    return [whole - sum(sum(example.answer[: k + 2]) for example in examples) for k in range(num_heads)]
 
 
 class BatchOrder:
