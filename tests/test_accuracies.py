@@ -198,6 +198,7 @@ def test_tau_is_what_the_engine_measures(wide: bool, draft_vocab: int | None) ->
         ask, model, heads, tree, [(list(walk(4, start)), kind) for start, kind in ((5, "a"), (50, "b"), (70, "a"))]
     )
     assert list(found.by_category) == ["a", "b"] and min(found.by_category.values()) > 1
+    assert len(found.accuracies) == heads.config.num_heads and 0 < found.accuracies[0][0] <= 1
     assert found.num_tokens == 270 and found.measured > 1.1
     assert found.predicted == pytest.approx(found.measured, rel=1e-12) and abs(found.difference) < 1e-9
     assert found.expected == pytest.approx(found.measured, rel=0.03 if wide else 0.2)

@@ -47,7 +47,8 @@ class HeadsLoss(nn.Module):
         chunk_logits: most logits held at once.
 
     Sources: Cai et al., "Medusa" (2024), section 2.2.1; the gradient in the forward pass as in Hsu et al., "Liger
-    Kernel" (2024); soft labels as in Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), at temperature 1.
+    Kernel" (2024); soft labels as in Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), at
+    temperature 1.
     """
 
     def __init__(self, heads: DraftHeads, lm_head: LMHead, decay: float, chunk_logits: int = CHUNK_LOGITS) -> None:
@@ -105,8 +106,8 @@ class HeadsLoss(nn.Module):
             weights: [K], by which the cross-entropies of each head are multiplied in the loss.
 
         Returns:
-            [R, K], 0 where there is no label or it isn't scored; and the gradients of the weighted sum by `states` and by
-            the heads' own projection and its bias, where there are such.
+            [R, K], 0 where there is no label or it isn't scored; and the gradients of the weighted sum by `states` and
+            by the heads' own projection and its bias, where there are such.
         """
         heads = self.heads
         with torch.enable_grad():
@@ -156,7 +157,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return (sums * weights).sum().to(sums.dtype), sums
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         by_states, *by_own = (gradient * slope for gradient in ctx.saved_tensors)
         return None, by_states, None, None, None, *by_own
