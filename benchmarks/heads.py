@@ -4,9 +4,9 @@
 
 τ counts the bonus token and the prompt's own forward, and is that of the whole tree, measured on many prompts at once.
 Beside it stand what the trainer predicts of these very answers (`tau`), the mean over all their positions, how often
-the first candidate and one of the first five is right, and what was expected where the tree was made. Speeds are of one
-request at a time against plain decoding in the same run, from the first token on and with the prompt; trees are cut to
-some sizes.
+the first candidate and one of the first five is right, and what was expected where the tree was made; `scored` is the
+share of the answers' tokens that the heads' draft vocabulary holds. Speeds are of one request at a time against plain
+decoding in the same run, from the first token on and with the prompt; trees are cut to some sizes.
 """
 
 import json
@@ -89,13 +89,21 @@ def _measure_tau(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> 
     """τ at temperatures 0 and 0.7; and for the greedy answers what the trainer predicts of the same tree."""
     start = time.perf_counter()
     heads: DraftHeads = llm.engine.drafter._guesses._heads  # type: ignore[attr-defined]
+    answers: list[int] = []
+
+    def ask(ids: list[list[int]]) -> list[Completion]:
+        completions = llm.generate(ids, SamplingParams(max_new_tokens=tokens))
+        answers.extend(token for completion in completions for token in completion.token_ids)
+        return completions
+
     check = check_tau(
-        lambda ids: llm.generate(ids, SamplingParams(max_new_tokens=tokens)),
+        ask,
         llm.hf_model,
         heads,
         llm.engine.drafter.choices,  # type: ignore[attr-defined]
         [(ids, name) for name, ids_of in prompts.items() for ids in ids_of],
     )
+    columns = heads.columns_of(torch.tensor(answers, device=llm.hf_model.device), -1)
     greedy = {name: round(value, 3) for name, value in (check.by_category | {"all": check.measured}).items()}
     return {
         "nodes": 1 + len(llm.engine.drafter.choices),  # type: ignore[attr-defined]
@@ -110,6 +118,7 @@ def _measure_tau(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> 
             "top5": [round(sum(head[:5]), 3) for head in check.accuracies],
             "when_trained": None if heads.config.chances is None else round(1 + sum(heads.config.chances), 3),
         },
+        "scored": round((columns >= 0).double().mean().item(), 4),
         "seconds": round(time.perf_counter() - start, 1),
     }
 

@@ -1,7 +1,8 @@
 """Tasks on a text, made of texts that the model wrote before: to be rewritten, translated, searched, gone on with.
 
 Left to itself an instruct model hardly ever writes a user who brings a text along, and heads that never saw such
-answers guess badly there. Here the texts are the model's own answers, and the tasks are templates. Knows texts alone.
+answers guess badly there. Here the texts are the model's answers to the orders of `specdec.training.writing`, and the
+tasks are templates. Knows texts alone.
 """
 
 import random
@@ -14,7 +15,8 @@ from itertools import cycle
 from specdec.training.chat import Messages
 
 _MIN_FRESH = 0.3  # of a text's bytes those that are left when it is compressed: less is a text that turns in circles
-_SENTENCES = re.compile(r"(?<=[.!?])\s+(?=[A-ZÀ-Þ\"'])")
+_SENTENCES = re.compile(r"(?<=[^\W\d][.!?])\s+(?=[A-ZÀ-Þ\"'])")
+_LAST_END = re.compile(r"(?s).*[^\W\d][.!?][\"')]?")
 _FENCES = re.compile(r"```(\w*)\n(.+?)\n```", re.DOTALL)
 _ITEMS = re.compile(r"(?m)^ *(?:\d+\.|[-*•]) +\S.*$")
 _LANGUAGES = ("French", "Spanish", "German", "Italian", "Portuguese", "Dutch")
@@ -27,7 +29,7 @@ class Material:
     """Texts by what they can be used for.
 
     Args:
-        prose: paragraphs, 150 to 900 characters each.
+        prose: passages of whole sentences, 100 to 900 characters each.
         sentences: one to three sentences, 20 to 240 characters.
         foreign: prose that isn't English, as far as its letters tell.
         code: as it stands between fences, with them.
@@ -139,11 +141,11 @@ def gather(texts: Iterable[str]) -> Material:
         if "```" in text:
             continue
         text = _whole(text)
-        prose, short = _sentences(text, 900), _sentences(text, 240, 3)
-        if len(prose) >= 150:
-            (found.foreign if _is_foreign(prose) else found.prose).append(prose)
-        if len(short) >= 20 and "\n" not in short and not _is_foreign(short):
-            found.sentences.append(short)
+        passages = {passage for most in (350, 900) if len(passage := _sentences(text, most)) >= 100}
+        (found.foreign if _is_foreign(text) else found.prose).extend(sorted(passages))
+        if not _is_foreign(text):
+            short = [_sentences(text, 240, 3), *_SENTENCES.split(text)[1:]]
+            found.sentences += [part for part in short if 20 <= len(part) <= 240 and "\n" not in part]
     return found
 
 
@@ -224,7 +226,8 @@ def _whole(text: str) -> str:
     """The text without what stands behind its last full sentence, and without a line that announces it."""
     first, _, rest = text.partition("\n")
     text = rest if first.endswith(":") else text
-    return text[: 1 + max(text.rfind(mark) for mark in ".!?")].strip()
+    whole = _LAST_END.match(text)
+    return whole[0].strip() if whole else ""
 
 
 def _sentences(text: str, most: int, count: int | None = None) -> str:

@@ -22,8 +22,10 @@ AT_ONCE = {"cpu": 16, "cuda": 256}
 PROMPT_TOKENS = 128
 """Most tokens of a prompt that the model writes; one that doesn't end by then is left out."""
 PROMPTS_FILE, TASKS_FILE = "prompts.jsonl", "tasks.jsonl"
-PROMPTS_UNTIL, ANSWERS_UNTIL, TASKS_UNTIL = 0.18, 0.36, 0.55
-"""Shares of a limited time after which no more prompts are written, answered, or answered where they are tasks."""
+TEXTS_A_TASK = 0.25
+"""Of the prompts that are tasks, those that are orders to write the texts for the others."""
+PROMPTS_UNTIL, ANSWERS_UNTIL, TEXTS_UNTIL, TASKS_UNTIL = 0.16, 0.3, 0.37, 0.55
+"""Shares of a limited time after which no more prompts, answers, texts for tasks and answers to tasks are written."""
 
 
 def make_examples(
@@ -56,6 +58,8 @@ def _own_answers(loaded: "Loaded", options: Mapping[str, Any], max_len: int, clo
 
     from specdec.errors import ConfigError
     from specdec.llm import LLM
+    from specdec.training.prompts import without_known
+    from specdec.training.writing import compose_orders
 
     if PartialState().num_processes > 1:
         raise ConfigError("one process must answer the prompts; run without `accelerate launch` first, then --resume")
@@ -74,12 +78,16 @@ def _own_answers(loaded: "Loaded", options: Mapping[str, Any], max_len: int, clo
         **(sizes if on_gpu else {}),
     )
     num_tasks = round(options["tasks"] * options["num_prompts"]) if options["prompts"] == "self" else 0
+    num_orders = round(TEXTS_A_TASK * num_tasks)
+
+    def answered(prompts: "list[Messages]", share: float) -> "list[Example]":
+        return _answered(llm, prompts, options, max_len, _until(share, clock, options)) if prompts else []
+
     prompts = _prompts(llm, options, options["num_prompts"] - num_tasks, at_once, _until(PROMPTS_UNTIL, clock, options))
-    examples = _answered(llm, prompts, options, max_len, _until(ANSWERS_UNTIL, clock, options)) if prompts else []
-    tasks = _tasks(llm, examples, options, num_tasks)
-    if tasks:
-        examples += _answered(llm, tasks, options, max_len, _until(TASKS_UNTIL, clock, options))
-    return examples
+    examples = answered(prompts, ANSWERS_UNTIL)
+    texts = answered(without_known(compose_orders(num_orders, options["seed"]), _benchmark()), TEXTS_UNTIL)
+    tasks = answered(_tasks(llm, texts, options, num_tasks - num_orders), TASKS_UNTIL)
+    return [*examples, *texts, *tasks]
 
 
 def _answered(
@@ -132,7 +140,7 @@ def _prompts(
 
 
 def _tasks(llm: "LLM", examples: "list[Example]", options: Mapping[str, Any], wanted: int) -> "list[Messages]":
-    """Tasks on the texts that the model has answered with, kept in the run's folder."""
+    """Tasks on the texts that the model has written to order, kept in the run's folder."""
     from specdec.training.prompts import read_prompts, without_known, write_prompts
     from specdec.training.tasks import compose_tasks
 
@@ -146,7 +154,7 @@ def _tasks(llm: "LLM", examples: "list[Example]", options: Mapping[str, Any], wa
     texts = llm.tokenizer.batch_decode(answers, skip_special_tokens=True)
     found = without_known(compose_tasks(texts, wanted, options["seed"]), _benchmark())
     if len(found) < wanted:
-        _say(f"{len(found)} tasks could be made of the answers, not {wanted}")
+        _say(f"{len(found)} tasks could be made of the texts, not {wanted}")
     if found:
         write_prompts(kept, found)
     return found

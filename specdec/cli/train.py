@@ -52,7 +52,7 @@ def train() -> None:
     type=click.FloatRange(0, 1, max_open=True),
     default=0.5,
     show_default=True,
-    help="Share of them that are tasks on texts which the model has answered with: to rewrite, translate, extract, ….",
+    help="Share of them that are tasks: to write texts, and to rewrite, translate, search, … these.",
 )
 @click.option("--answer-tokens", default=256, help="Most tokens of the model's own answers.")
 @click.option(
@@ -270,7 +270,7 @@ def _recipe(options: Mapping[str, Any]) -> str:
         return f"the answers in {Path(file).name}"
     own = "prompts that the model wrote itself" + (", half of them from given openings" if options["openings"] else "")
     if options["tasks"]:
-        own = f"{own}, and for {options['tasks']:.0%} of all tasks made of templates and its answers to those"
+        own = f"{own}, and for {options['tasks']:.0%} of all tasks from templates, to write texts and on these texts"
     own += "; none shares eight words in a row with the built-in benchmark's prompts"
     prompts = own if file == "self" else f"the prompts of {Path(file).name}"
     warmth = " and ".join(map(str, options["temperatures"]))
