@@ -220,15 +220,15 @@ def _store_tree(model: "PreTrainedModel", held_out: "list[Example]", out: Path) 
     from specdec.errors import ConfigError
     from specdec.training.accuracies import joint_ranks
     from specdec.training.checkpoint import writing
-    from specdec.training.trees import trees_from_ranks
+    from specdec.training.trees import trees_from_replay
 
     heads = load_heads(out).to(model.device, model.dtype).requires_grad_(False)
     try:
-        ranks = joint_ranks(model, heads, held_out, NUM_RANKS).ranks
+        joint = joint_ranks(model, heads, held_out, NUM_RANKS)
     except ConfigError as error:
         click.echo(f"no tree was stored: {error}", err=True)
         return {}
-    sizes = trees_from_ranks(ranks, NUM_RANKS, MAX_NODES)
+    sizes = trees_from_replay(joint, NUM_RANKS, MAX_NODES)
     if sizes.choices:
         with writing(out):
             save_config(replace(heads.config, tree=tuple(sizes.choices), chances=tuple(sizes.chances)), out)
