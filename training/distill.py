@@ -44,7 +44,8 @@ def distill(
         max_len: examples are cut here, in tokens; prompts that leave no room for an answer are dropped.
         batch: how many prompts to ask at once.
         report: is told how many examples were cut and how many dropped.
-        go_on: whether there is time for more, asked before each batch; prompts without an answer by then are left out.
+        go_on: whether there is time for more, asked before each batch; prompts without an answer by then are left out,
+            and if there is no other, no example is returned.
 
     Returns:
         One example a prompt, in order: prompt, answer, and the end-of-turn token if the answer came to its end.
@@ -73,7 +74,7 @@ def distill(
     if late:
         report(f"{len(late)} of {len(indices)} prompts without an answer were left out: the time for answers was up")
     asked = [(ids, cache.answers.get(key, [])) for ids, key in zip(encoded, keys, strict=True) if key not in late]
-    return _examples(asked, max_len, report)
+    return _examples(asked, max_len, report) if asked or not late else []
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages, number: int) -> list[int]:

@@ -87,7 +87,9 @@ def _own_answers(loaded: "Loaded", options: Mapping[str, Any], max_len: int, clo
     examples = answered(prompts, ANSWERS_UNTIL)
     texts = answered(without_known(compose_orders(num_orders, options["seed"]), _benchmark()), TEXTS_UNTIL)
     tasks = answered(_tasks(llm, texts, options, num_tasks - num_orders), TASKS_UNTIL)
-    return [*examples, *texts, *tasks]
+    if not (found := [*examples, *texts, *tasks]):
+        raise ConfigError("no prompt was answered in the time that --time-limit leaves for it; give more minutes")
+    return found
 
 
 def _answered(
