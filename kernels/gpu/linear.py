@@ -64,10 +64,16 @@ def tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
     return first + inside % height, inside // height
 
 
+@triton.jit
+def _same_rows(at, ROWS: tl.constexpr):
+    """A lone row, read once for all rows of a tile: if each read it for itself, all would wait for the same few bytes."""
+    return tl.broadcast_to(tl.load(at)[None, :], [ROWS, at.shape[0]])
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # compiled for one row alone, the loads of x would not be pipelined
 def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, LONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -79,7 +85,8 @@ def _linear_kernel(
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
-            x, w = tl.load(x_at + k), tl.load(w_at + k)
+            w = tl.load(w_at + k)
+            x = _same_rows(x_ptr + k + at, BLOCK_ROWS) if LONE else tl.load(x_at + k)
         else:
             x = tl.load(x_at + k, mask=at[None, :] < K - k, other=0.0)
             w = tl.load(w_at + k, mask=at[:, None] < K - k, other=0.0)
@@ -94,7 +101,7 @@ def _linear_kernel(
 def _gated_linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    LONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -108,7 +115,8 @@ def _gated_linear_kernel(
     up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
-            x, g, u = tl.load(x_at + k), tl.load(gate_at + k), tl.load(up_at + k)
+            x = _same_rows(x_ptr + k + at, BLOCK_ROWS) if LONE else tl.load(x_at + k)
+            g, u = tl.load(gate_at + k), tl.load(up_at + k)
         else:
             x = tl.load(x_at + k, mask=at[None, :] < K - k, other=0.0)
             g = tl.load(gate_at + k, mask=at[:, None] < K - k, other=0.0)
@@ -145,7 +153,7 @@ def linear(
         t = tile or tile_of(n, out, k, itemsize=x.element_size())
         _linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None,
-            t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
+            t.rows, t.out, t.k, n == 1, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
             **overlap(x.device),
         )  # fmt: skip
     return y
@@ -180,7 +188,7 @@ def gated_linear(
         t = tile or tile_of(n, out, k, 2, x.element_size())
         _gated_linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None, activation,
-            t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
+            t.rows, t.out, t.k, n == 1, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
             **overlap(x.device),
         )  # fmt: skip
     return y
