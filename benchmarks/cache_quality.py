@@ -42,7 +42,7 @@ class Tally:
         self.kl: list[Tensor] = []
 
     def add(self, logits: Tensor, native: Tensor, after: Tensor) -> None:
-        """Take logits [n, V] of one chunk, log-probabilities with native pages, and the tokens that follow, [n] or less."""
+        """Take a chunk's logits [n, V], log-probabilities with native pages, and the next tokens, [n] or less."""
         logprobs = logits.float().log_softmax(-1)
         rows = torch.arange(len(after), device=after.device)
         self.nats.append(-logprobs[rows, after].double())

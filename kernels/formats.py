@@ -91,8 +91,8 @@ class KVFormat:
 
 
 # Values that share a scale seldom differ by more than e3m4 reaches: its steps are half of e4m3's above a 128th of the
-# largest, and larger only below a 256th. There e4m3 goes on, down to a 131,072th; it reaches 448, but over normal values
-# the squared error is less where the largest is put on a power of 2.
+# largest, and larger only below a 256th. There e4m3 goes on, down to a 131,072th. It reaches 448, but over normal
+# values the squared error is less where the largest is put on a power of 2.
 FORMATS = {
     f.name: f
     for f in (
@@ -171,11 +171,10 @@ def dequantize(codes: Tensor, scales: Tensor, how: KVFormat, dtype: torch.dtype)
 def _to_float8(x: Tensor, how: KVFormat) -> Tensor:
     """Codes of fp32 values, ties to even: uint8."""
     bits = x.view(torch.int32)
-    size, dropped = bits & 0x7FFFFFFF, 23 - how.fraction
-    normal = (size + (1 << dropped - 1) - 1 + (size >> dropped & 1) >> dropped) - (127 - how.exponent_bias << how.fraction)
-    small = (x.abs() * 2.0 ** (how.fraction + how.exponent_bias - 1)).round().to(torch.int32)
-    least_normal = 128 - how.exponent_bias << 23
-    return (torch.where(size < least_normal, small, normal) | bits >> 24 & 0x80).to(torch.uint8)
+    size, dropped, bias = bits & 0x7FFFFFFF, 23 - how.fraction, how.exponent_bias
+    normal = (size + (1 << dropped - 1) - 1 + (size >> dropped & 1) >> dropped) - (127 - bias << how.fraction)
+    small = (x.abs() * 2.0 ** (how.fraction + bias - 1)).round().to(torch.int32)  # in steps below the least normal
+    return (torch.where(size < 128 - bias << 23, small, normal) | bits >> 24 & 0x80).to(torch.uint8)
 
 
 def _from_float8(codes: Tensor, how: KVFormat) -> Tensor:

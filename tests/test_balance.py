@@ -1,7 +1,5 @@
 """Channels of queries and keys that are made alike in size."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -9,7 +7,6 @@ from transformers import PreTrainedModel
 from specdec.models.balance import MAX_EXPONENT, balance
 from specdec.models.cachecheck import check_cache
 from specdec.models.decoder import Decoder
-from specdec.models.weights import LayerWeights
 from tests.conftest import VOCAB
 from tests.families import packed_logits, tiny_model
 
@@ -28,40 +25,28 @@ def uneven(family: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def unbalanced(decoder: Decoder, model: PreTrainedModel) -> Decoder:
-    """The decoder with the norms that the model came with."""
-
-    def own(layer: LayerWeights, hf_layer: torch.nn.Module) -> LayerWeights:
-        attn = hf_layer.self_attn
-        offset = 1 if "gemma" in model.config.model_type else 0
-        assert layer.qk_norm is not None
-        counts = (decoder.weights.num_heads, decoder.weights.num_kv_heads)
-        norms = [offset + n.weight.detach().to(layer.qk_norm.dtype) for n in (attn.q_norm, attn.k_norm)]
-        return replace(layer, qk_norm=torch.cat([n.expand(count, -1) for n, count in zip(norms, counts, strict=True)]))
-
-    other = decoder.first_layers(len(decoder.weights.layers))
-    layers = tuple(map(own, decoder.weights.layers, model.model.layers))
-    other.weights = replace(decoder.weights, layers=layers)
-    return other
+def unbalanced(model: PreTrainedModel) -> Decoder:
+    """A decoder with the norms that the model came with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec.models.weights.balance", lambda norm, projection, num_heads: norm)
+        return Decoder(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_native_pages_hold_other_keys_and_give_the_same_bits(family: str, dtype: torch.dtype) -> None:
     model = uneven(family, dtype)
-    decoder = Decoder(model)
-    plain = unbalanced(decoder, model)
-    assert not torch.equal(decoder.weights.layers[0].qk_norm, plain.weights.layers[0].qk_norm)
+    plain, decoder = unbalanced(model), Decoder(model)
+    ours, theirs = decoder.weights.layers[0].qk_norm, plain.weights.layers[0].qk_norm
+    assert ours is not None and theirs is not None and not torch.equal(ours, theirs)
     assert torch.equal(packed_logits(decoder, IDS, [40]), packed_logits(plain, IDS, [40]))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_large_key_channels_hurt_less(family: str) -> None:
     model = uneven(family, torch.float32)
-    decoder = Decoder(model)
-    plain = unbalanced(decoder, model)
-    layout = decoder.kv_layout.stored_as("int8")
-    before, after = (check_cache(d, layout) for d in (plain, decoder))
+    layout = Decoder(model).kv_layout.stored_as("int8")
+    before, after = (check_cache(decoder, layout) for decoder in (unbalanced(model), Decoder(model)))
     assert after.key_outlier < before.key_outlier / 4 and after.kl < before.kl / 4, (str(before), str(after))
 
 

@@ -27,8 +27,9 @@ from tests.kernels import DEVICE, DTYPES, ON_GPU
 from tests.test_attention import build
 
 CASES = [
-    ("fp8", 64, None), ("fp8", 80, None), ("fp8_e4m3", 10, None), ("fp8_e4m3", 128, None), ("int8", 8, 8), ("int8", 80, 16),
-    ("int8", 128, None), ("int8", 256, 128), ("int4", 96, 32), ("int4", 128, None), ("int4", 256, 128),
+    ("fp8", 64, None), ("fp8", 80, None), ("fp8_e4m3", 10, None), ("fp8_e4m3", 128, None), ("int8", 8, 8),
+    ("int8", 80, 16), ("int8", 128, None), ("int8", 256, 128), ("int4", 96, 32), ("int4", 128, None),
+    ("int4", 256, 128),
 ]  # fmt: skip
 """Format, head_dim, group size."""
 on_gpu = pytest.mark.gpu if ON_GPU else pytest.mark.skip(reason="needs a GPU")
@@ -129,7 +130,7 @@ def test_triton_reads_the_values_of_the_definition(name: str, dim: int, group: i
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
 def test_every_code_of_the_small_floats(name: str) -> None:
-    """All numbers up to the largest, which makes the scale 1, and the midpoints between them, of which even ones win."""
+    """All numbers up to the largest, which makes the scale 1, and the midpoints between them: even codes win."""
     how = FORMATS[name]
     codes = torch.arange(128, dtype=torch.uint8)
     if name == "fp8":
@@ -145,7 +146,8 @@ def test_every_code_of_the_small_floats(name: str) -> None:
     got = poisoned(how, 1, 1, x.shape[-1])
     kv_write(x, x, got, got, torch.zeros(1, dtype=torch.int64, device=DEVICE))
     assert torch.equal(got.codes[0], quantize(x, how)[0])
-    assert bool((got.scales == 1).all()) and torch.equal(got.codes[0, 0, 0, : len(numbers)].cpu(), codes[: len(numbers)])
+    assert bool((got.scales == 1).all())
+    assert torch.equal(got.codes[0, 0, 0, : len(numbers)].cpu(), codes[: len(numbers)])
     stored = load(got, slice(None), torch.float32)[0, 0].cpu()
     even = numbers[1:].clone()
     even[::2] = numbers[:-1:2]

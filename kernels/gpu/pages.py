@@ -86,19 +86,13 @@ def store_values(pages, row, ok, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
             _store(pages.scales, row * 2, ok, scale, GROUPS, BLOCK_G)
             _store(pages.scales, row * 2 + 1, ok, zero, GROUPS, BLOCK_G)
         else:
-            if pages.kind == "fp8":
-                LARGEST: tl.constexpr = 31.0
-            elif pages.kind == "fp8_e4m3":
-                LARGEST: tl.constexpr = 256.0
-            else:
-                tl.static_assert(pages.kind == "int8", "a format without code here")
-                LARGEST: tl.constexpr = 127.0
+            IS_FLOAT: tl.constexpr = pages.kind == "fp8" or pages.kind == "fp8_e4m3"
+            tl.static_assert(IS_FLOAT or pages.kind == "int8", "a format without code here")
+            FRACTION: tl.constexpr = 4 if pages.kind == "fp8" else 3
+            LARGEST: tl.constexpr = (31.0 if FRACTION == 4 else 256.0) if IS_FLOAT else 127.0
             scale = _to_scale(tl.max(tl.abs(x), 2) * (1.0 / LARGEST))
             x = tl.reshape(_divide(x, scale, -LARGEST, LARGEST), [M, BLOCK_D])
-            if pages.kind == "int8":
-                codes = _round(x).to(tl.int8).to(tl.uint8, bitcast=True)
-            else:
-                codes = _to_float8(x, 4 if pages.kind == "fp8" else 3)
+            codes = _to_float8(x, FRACTION) if IS_FLOAT else _round(x).to(tl.int8).to(tl.uint8, bitcast=True)
             _store(pages.codes, row, ok, codes, D, BLOCK_D)
             _store(pages.scales, row, ok, scale, GROUPS, BLOCK_G)
 

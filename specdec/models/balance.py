@@ -27,4 +27,5 @@ def balance(norm: Tensor, projection: Tensor, num_heads: int) -> Tensor:
     ratio = ((queries + 1e-12).log2() - (keys + 1e-12).log2()) / 4  # halved for powers, and once more for α
     exponent = (ratio - ratio.median(-1, keepdim=True).values).round().clamp(-MAX_EXPONENT, MAX_EXPONENT)
     factor = exponent.exp2().repeat(1, 2).to(norm.dtype)
-    return torch.cat([norm[:num_heads] / factor.repeat_interleave(num_heads // len(keys), 0), norm[num_heads:] * factor])
+    inverse = (1 / factor).repeat_interleave(num_heads // len(keys), 0)
+    return norm * torch.cat([inverse, factor])

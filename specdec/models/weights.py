@@ -171,7 +171,7 @@ def _norm(module: Any, family: Family) -> torch.Tensor:
 
 
 def _qk_norm(attn: Any, family: Family, config: Any, qkv: Projection, attn_norm: torch.Tensor) -> torch.Tensor:
-    """[heads + kv heads, D], so that one call normalises queries and keys; balanced where the projection is a matrix."""
+    """[heads + kv heads, D], so that one call normalises queries and keys; balanced behind a plain projection."""
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     q = _norm(attn.q_norm, family).expand(num_heads, -1)
     k = _norm(attn.k_norm, family).expand(num_kv_heads, -1)
