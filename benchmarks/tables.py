@@ -178,10 +178,12 @@ def traffic() -> str:
 
 def cache_quality() -> str:
     """Return what each cache format does to the perplexity of two models."""
-    rows = []
-    for file in ("cache_quality", "cache_quality_gemma"):
+    rows: list[list[str]] = []
+    for file in ("cache_quality_fp8", "cache_quality", "cache_quality_gemma"):
         for model in read(file)["models"]:
-            rows.append([model["model"], "native", f"{model['native_perplexity']:.2f}", "", f"{model['tokens']:,}"])
+            native = [model["model"], "native", f"{model['native_perplexity']:.2f}", "", f"{model['tokens']:,}"]
+            if native not in rows:
+                rows.append(native)
             for r in model["rows"]:
                 name = f"{r['kv_cache_dtype']}, groups of {r['group']}"
                 change = f"{r['change_percent']:+.2f}% ± {r['standard_error_percent']:.2f}"

@@ -38,8 +38,10 @@ class AttentionMetadata:
     visible: torch.Tensor
     ancestors: torch.Tensor
     block_size: int
-    _masks: dict[tuple[int, int | None, int], torch.Tensor | None] = field(default_factory=dict, repr=False)
-    _works: dict[tuple[int, int], AttentionWork] = field(default_factory=dict, repr=False)
+    _masks: dict[tuple[int, int | None, int], torch.Tensor | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # not of `__init__`: what `replace` makes of this has its own
+    _works: dict[tuple[int, int], AttentionWork] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def work(self, group: int, max_block: int) -> AttentionWork:
         """How the Triton kernels divide the batch, for `group` query heads a key head. Made once a step."""

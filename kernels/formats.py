@@ -24,9 +24,11 @@ class KVFormat:
 
     Args:
         name: what `EngineConfig.kv_cache_dtype` calls it.
-        code_dtype: of a value divided by its scale.
+        code_dtype: of a value divided by its scale; uint8 where that is a float of 8 bits, see `fraction`.
         bits: of a code; two codes of 4 bits share a byte, the first in its lower half.
         lowest, largest: codes are between them.
+        fraction: bits of a float code's fraction, its last ones; before them stand a sign and 7 − fraction bits of
+            exponent, biased as IEEE does it, but without infinities. 0: codes are integers.
         zero_point: whether codes count from the group's least value; else from 0.
         group_sizes: values that may share a scale; () where all of a head do.
         group: values that share a scale here; 0 until `of_head_dim` decides.
@@ -37,6 +39,7 @@ class KVFormat:
     bits: int
     lowest: float
     largest: float
+    fraction: int = 0
     zero_point: bool = False
     group_sizes: tuple[int, ...] = ()
     group: int = 0
@@ -69,6 +72,11 @@ class KVFormat:
             )
         return replace(self, group=group or max(size for size in fitting if size <= 64))
 
+    @property
+    def exponent_bias(self) -> int:
+        """What the exponents of float codes are counted from."""
+        return (1 << 6 - self.fraction) - 1
+
     def code_width(self, head_dim: int) -> int:
         """Bytes of the codes of a token and head."""
         return head_dim * self.bits // 8
@@ -82,11 +90,14 @@ class KVFormat:
         return self.code_width(head_dim) + self.num_scales(head_dim) * SCALE_DTYPE.itemsize
 
 
-# e4m3 reaches 448. Over normal values the squared error is less where the largest is put on a power of 2.
+# Values that share a scale seldom differ by more than e3m4 reaches: its steps are half of e4m3's above a 128th of the
+# largest, and larger only below a 256th. There e4m3 goes on, down to a 131,072th. It reaches 448, but over normal
+# values the squared error is less where the largest is put on a power of 2.
 FORMATS = {
     f.name: f
     for f in (
-        KVFormat("fp8", torch.float8_e4m3fn, 8, -256, 256),
+        KVFormat("fp8", torch.uint8, 8, -31, 31, fraction=4),
+        KVFormat("fp8_e4m3", torch.uint8, 8, -256, 256, fraction=3),
         KVFormat("int8", torch.int8, 8, -127, 127, group_sizes=(8, 16, 32, 64, 128)),
         KVFormat("int4", torch.uint8, 4, 0, 15, zero_point=True, group_sizes=(32, 64, 128)),
     )
@@ -139,8 +150,7 @@ def quantize(x: Tensor, how: KVFormat) -> tuple[Tensor, Tensor]:
     scale = (span * (1.0 / how.largest)).clamp(0, MAX_SCALE).to(SCALE_DTYPE)
     codes = x / torch.where(scale == 0, 1.0, scale.float())
     codes = codes.clamp(how.lowest, how.largest).flatten(-2)
-    codes = codes.to(how.code_dtype) if how.code_dtype.is_floating_point else codes.round().to(how.code_dtype)
-    codes = codes.view(torch.uint8)
+    codes = _to_float8(codes, how) if how.fraction else codes.round().to(how.code_dtype).view(torch.uint8)
     if how.bits == 4:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
     return codes, torch.cat([scale] if zero is None else [scale, zero], -2).squeeze(-1)
@@ -150,12 +160,28 @@ def dequantize(codes: Tensor, scales: Tensor, how: KVFormat, dtype: torch.dtype)
     """Return what codes [..., code width] and scales [..., S] are worth: [..., D] in the dtype that is computed in."""
     if how.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    x = _in_groups(codes.view(how.code_dtype).float(), how)
+    x = _in_groups(_from_float8(codes, how) if how.fraction else codes.view(how.code_dtype).float(), how)
     num_groups = x.shape[-2]
     x = x * scales[..., :num_groups, None].float()
     if how.zero_point:
         x = x + scales[..., num_groups:, None].float()
     return x.to(dtype).flatten(-2)
+
+
+def _to_float8(x: Tensor, how: KVFormat) -> Tensor:
+    """Codes of fp32 values, ties to even: uint8."""
+    bits = x.view(torch.int32)
+    size, dropped, bias = bits & 0x7FFFFFFF, 23 - how.fraction, how.exponent_bias
+    normal = (size + (1 << dropped - 1) - 1 + (size >> dropped & 1) >> dropped) - (127 - bias << how.fraction)
+    small = (x.abs() * 2.0 ** (how.fraction + bias - 1)).round().to(torch.int32)  # in steps below the least normal
+    return (torch.where(size < 128 - bias << 23, small, normal) | bits >> 24 & 0x80).to(torch.uint8)
+
+
+def _from_float8(codes: Tensor, how: KVFormat) -> Tensor:
+    """fp32 values of codes: exponent and fraction stand as well in fp32, whose bias is larger."""
+    wide = codes.to(torch.int32)
+    bits = (wide & 0x7F) << 23 - how.fraction | wide >> 7 << 31
+    return bits.view(torch.float32) * 2.0 ** (127 - how.exponent_bias)
 
 
 def _in_groups(x: Tensor, how: KVFormat) -> Tensor:

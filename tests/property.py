@@ -36,7 +36,7 @@ FAMILIES = sorted(OWN) + sorted(REQUIRED)
 Answers = dict[int | tuple[int, ...], list[int]]
 
 
-KV_FORMATS = {"auto": None, "fp8": None, "int8": 8, "int4": 32}
+KV_FORMATS = {"auto": None, "fp8": None, "fp8_e4m3": None, "int8": 8, "int4": 32}
 """Formats of the pages, and the group size that each is run with."""
 
 

@@ -1,5 +1,7 @@
 """The attention reference against a dense one written from the definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -130,6 +132,16 @@ def test_consecutive_blocks_are_read_without_a_copy() -> None:
         BLOCK,
     )
     assert straight.slots == [slice(32, 32 + 41)]
+
+
+def test_metadata_of_another_block_table_forgets_how_the_first_was_divided() -> None:
+    meta, _ = build([(5, 0, [-1, 0])])
+    assert torch.equal(meta.work(1, 64).block_table, meta.block_table)
+    meta.mask(0, None, 1)
+    other = replace(meta, block_table=meta.block_table + 3, ancestors=torch.tensor([1, 2]))
+    assert torch.equal(other.work(1, 64).block_table, meta.block_table + 3)
+    mask = other.mask(0, None, 1)
+    assert mask is not None and not bool(mask[1, 5])
 
 
 @pytest.mark.parametrize("width", [4, 8])

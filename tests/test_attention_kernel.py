@@ -75,7 +75,7 @@ def test_shapes(shape: tuple[int, int, int, int]) -> None:
 
 QUANTIZED = [
     ("fp8", None, 80),
-    ("fp8", None, 128),
+    ("fp8_e4m3", None, 128),
     ("int8", 8, 80),
     ("int8", 64, 64),
     ("int4", 32, 96),

@@ -31,15 +31,16 @@ from tests.kernels import DEVICE, DTYPES, ON_GPU
 from tests.test_attention import build
 
 CASES = [
-    ("fp8", 64, None), ("fp8", 80, None), ("fp8", 10, None), ("int8", 8, 8), ("int8", 80, 16), ("int8", 128, None),
-    ("int8", 256, 128), ("int4", 96, 32), ("int4", 128, None), ("int4", 256, 128),
+    ("fp8", 64, None), ("fp8", 80, None), ("fp8_e4m3", 10, None), ("fp8_e4m3", 128, None), ("int8", 8, 8),
+    ("int8", 80, 16), ("int8", 128, None), ("int8", 256, 128), ("int4", 96, 32), ("int4", 128, None),
+    ("int4", 256, 128),
 ]  # fmt: skip
 """Format, head_dim, group size."""
 on_gpu = pytest.mark.gpu if ON_GPU else pytest.mark.skip(reason="needs a GPU")
 
 
 def poisoned(how: KVFormat, slots: int, heads: int, dim: int) -> QuantizedPages:
-    """Pages of one block whose codes are e4m3's NaN and whose scales are NaN."""
+    """Pages of one block whose codes are all bits and whose scales are NaN."""
     codes = torch.full((1, slots, heads, how.code_width(dim)), 0xFF, dtype=torch.uint8, device=DEVICE)
     scales = torch.full((1, slots, heads, how.num_scales(dim)), torch.nan, dtype=torch.float16, device=DEVICE)
     return QuantizedPages(codes, scales, how)
@@ -58,8 +59,8 @@ def values(rows: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) 
 def test_memory_of_a_token_against_bf16() -> None:
     bf16 = KVLayout(2, 4, 128, torch.bfloat16)
     sizes = {name: bf16.stored_as(name).bytes_per_head for name in FORMATS}
-    assert sizes == {"fp8": 130, "int8": 132, "int4": 72} and bf16.bytes_per_head == 256
-    assert all(sizes[name] <= share * 256 for name, share in (("fp8", 0.52), ("int8", 0.52), ("int4", 0.29)))
+    assert sizes == {"fp8": 130, "fp8_e4m3": 130, "int8": 132, "int4": 72} and bf16.bytes_per_head == 256
+    assert all(sizes[name] <= (0.29 if name == "int4" else 0.52) * 256 for name in FORMATS)
     for name in ("auto", *FORMATS):
         layout = bf16.stored_as(name)
         pages = KVPages(layout, 3, 16, torch.device("cpu"))
@@ -76,7 +77,9 @@ def test_values_are_off_by_at_most_half_a_step(name: str, dim: int, group: int |
     span = (grouped.amax(-1) - grouped.amin(-1) if how.zero_point else grouped.abs().amax(-1))[..., None]
     largest = grouped.abs().amax(-1, keepdim=True)
     # Half a step of the code, and what the rounding of scale and zero point to fp16 adds.
-    step = span / how.largest / 2 if name != "fp8" else grouped.abs() / 16 + span / 256 * 2**-10
+    step = span / how.largest / 2
+    if how.fraction:  # of a number's own binade, or of the lowest one
+        step = grouped.abs() / 2 ** (how.fraction + 1) + span / how.largest / 2 ** (how.fraction + how.exponent_bias)
     bound = step + largest * 2**-10 + how.largest * 2**-24
     error = (got.unflatten(-1, (-1, how.group)) - grouped).abs()
     assert bool((error <= bound).all()), float((error - bound).max())
@@ -119,8 +122,7 @@ def test_triton_reads_the_values_of_the_definition(name: str, dim: int, group: i
     """Any codes and scales; a row that isn't asked for, and columns behind D, are 0."""
     how, rng = FORMATS[name].of_head_dim(dim, group), torch.Generator().manual_seed(0)
     pages = poisoned(how, 16, 2, dim)
-    codes = torch.randint(0, 256, pages.codes.shape, dtype=torch.uint8, generator=rng)
-    pages.codes.copy_(torch.where(codes & 0x7F == 0x7F, 0, codes))  # e4m3's NaN is never stored
+    pages.codes.copy_(torch.randint(0, 256, pages.codes.shape, dtype=torch.uint8, generator=rng))
     pages.scales.copy_(torch.randn(pages.scales.shape, generator=rng))
     width = triton.next_power_of_2(max(16, dim))
     got = torch.full((32, width), torch.nan, dtype=dtype, device=DEVICE)
@@ -130,16 +132,31 @@ def test_triton_reads_the_values_of_the_definition(name: str, dim: int, group: i
     assert not bool(got[31].any()) and not bool(got[:, dim:].any())
 
 
-def test_every_code_of_e4m3() -> None:
-    """All numbers up to 256, which makes the scale 1, and the midpoints between them, of which even ones win."""
-    numbers = torch.arange(121, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_every_code_of_the_small_floats(name: str) -> None:
+    """All numbers up to the largest, which makes the scale 1, and the midpoints between them: even codes win."""
+    how = FORMATS[name]
+    codes = torch.arange(128, dtype=torch.uint8)
+    if name == "fp8":
+        exponent, fraction = (codes >> 4).float(), (codes & 15) / 16
+        numbers = torch.where(exponent == 0, fraction / 4, (1 + fraction) * 2 ** (exponent - 3))
+    else:
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    numbers = numbers[: int((numbers <= how.largest).sum())]
+    assert numbers[-1] == how.largest
     x = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2])
     x = torch.cat([x, -x]).to(DEVICE)[None, None]
-    how = FORMATS["fp8"].of_head_dim(x.shape[-1])
+    how = how.of_head_dim(x.shape[-1])
     got = poisoned(how, 1, 1, x.shape[-1])
     kv_write(x, x, got, got, torch.zeros(1, dtype=torch.int64, device=DEVICE))
     assert torch.equal(got.codes[0], quantize(x, how)[0])
-    assert torch.equal(got.codes[0, 0, 0, :121].cpu(), torch.arange(121, dtype=torch.uint8))
+    assert bool((got.scales == 1).all())
+    assert torch.equal(got.codes[0, 0, 0, : len(numbers)].cpu(), codes[: len(numbers)])
+    stored = load(got, slice(None), torch.float32)[0, 0].cpu()
+    even = numbers[1:].clone()
+    even[::2] = numbers[:-1:2]
+    want = torch.cat([numbers, even])
+    assert torch.equal(stored, torch.cat([want, -want]))
 
 
 @pytest.mark.parametrize(("name", "dim", "group"), [("fp8", 64, None), ("int8", 80, 8), ("int4", 96, 32)])
@@ -186,7 +203,7 @@ def test_nothing_leaks_from_slots_that_were_never_written(name: str) -> None:
     for fill in (0, 0xFF):
         engine = make_engine(model, NGramDrafter(), kv_cache_dtype=name, num_blocks=12, max_model_len=96)
         for part in engine.pages._storage:
-            part.view(torch.uint8).fill_(fill)  # 0xFF: NaN in every dtype and e4m3
+            part.view(torch.uint8).fill_(fill)  # 0xFF: NaN in every dtype, scales too
         answers.append(outputs(run(engine, prompts, params)))
     assert answers[0] == answers[1]
 
@@ -234,7 +251,7 @@ print(*(re.findall(r"kWidth = (\\d+)", made["ttgir"]) for _, made in COMPILED), 
 
 
 def test_options_that_do_not_fit_say_what_would() -> None:
-    with pytest.raises(ConfigError, match="auto or one of fp8, int8, int4, not 'int2'"):
+    with pytest.raises(ConfigError, match="auto or one of fp8, fp8_e4m3, int8, int4, not 'int2'"):
         EngineConfig(kv_cache_dtype="int2")
     with pytest.raises(ConfigError, match='give kv_cache_dtype="int8" or "int4" too'):
         EngineConfig(kv_group_size=64)

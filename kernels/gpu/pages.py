@@ -49,8 +49,8 @@ def load_values(pages, row, ok, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: t
         if pages.kind == "int4":
             codes = _load(pages.codes, row, ok, D // 2, BLOCK_D // 2, 0)
             x = _to_float(tl.interleave(codes & 15, codes >> 4), 0.0)
-        elif pages.kind == "fp8":
-            x = _from_e4m3(_load(pages.codes, row, ok, D, BLOCK_D, 0))
+        elif pages.kind == "fp8" or pages.kind == "fp8_e4m3":
+            x = _from_float8(_load(pages.codes, row, ok, D, BLOCK_D, 0), 4 if pages.kind == "fp8" else 3)
         else:
             tl.static_assert(pages.kind == "int8", "a format without code here")
             x = _to_float(_load(pages.codes, row, ok, D, BLOCK_D, 0) ^ 0x80, 128.0)
@@ -88,11 +88,13 @@ def store_values(pages, row, ok, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
             _store(pages.scales, row * 2, ok, scale, GROUPS, BLOCK_G)
             _store(pages.scales, row * 2 + 1, ok, zero, GROUPS, BLOCK_G)
         else:
-            tl.static_assert(pages.kind == "fp8" or pages.kind == "int8", "a format without code here")
-            LARGEST: tl.constexpr = 256.0 if pages.kind == "fp8" else 127.0
+            IS_FLOAT: tl.constexpr = pages.kind == "fp8" or pages.kind == "fp8_e4m3"
+            tl.static_assert(IS_FLOAT or pages.kind == "int8", "a format without code here")
+            FRACTION: tl.constexpr = 4 if pages.kind == "fp8" else 3
+            LARGEST: tl.constexpr = (31.0 if FRACTION == 4 else 256.0) if IS_FLOAT else 127.0
             scale = _to_scale(tl.max(tl.abs(x), 2) * (1.0 / LARGEST))
             x = tl.reshape(_divide(x, scale, -LARGEST, LARGEST), [M, BLOCK_D])
-            codes = _to_e4m3(x) if pages.kind == "fp8" else _round(x).to(tl.int8).to(tl.uint8, bitcast=True)
+            codes = _to_float8(x, FRACTION) if IS_FLOAT else _round(x).to(tl.int8).to(tl.uint8, bitcast=True)
             _store(pages.codes, row, ok, codes, D, BLOCK_D)
             _store(pages.scales, row, ok, scale, GROUPS, BLOCK_G)
 
@@ -136,18 +138,21 @@ def _to_float(byte, ZERO: tl.constexpr):
 
 
 @triton.jit
-def _from_e4m3(code):
-    """The code's exponent and fraction stand as well in fp32, whose exponents are 120 higher."""
+def _from_float8(code, FRACTION: tl.constexpr):
+    """The code's exponent and fraction stand as well in fp32, whose bias is larger."""
     code = code.to(tl.int32)
-    bits = (code & 0x7F) << 20 | (code & 0x80) << 24
-    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    bits = (code & 0x7F) << (23 - FRACTION) | (code & 0x80) << 24
+    UNIT: tl.constexpr = 2.1267647932558654e37 if FRACTION == 4 else 1.329227995784916e36  # 2^124, 2^120
+    return bits.to(tl.float32, bitcast=True) * UNIT
 
 
 @triton.jit
-def _to_e4m3(x):
+def _to_float8(x, FRACTION: tl.constexpr):
     """Ties to even. By hand, since not all GPUs have the conversion, and the interpreter's drops carries."""
+    BIAS: tl.constexpr = (1 << (6 - FRACTION)) - 1
+    DROPPED: tl.constexpr = 23 - FRACTION
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    small = _round(tl.abs(x) * 512.0).to(tl.int32)  # below the least normal number, codes count 2^-9
-    return (tl.where(size < 0x3C800000, small, normal) | (bits >> 24) & 0x80).to(tl.uint8)
+    normal = ((size + ((1 << (DROPPED - 1)) - 1) + ((size >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << FRACTION)
+    small = _round(tl.abs(x) * (1 << (FRACTION + BIAS - 1))).to(tl.int32)  # the steps below the least normal number
+    return (tl.where(size < ((128 - BIAS) << 23), small, normal) | (bits >> 24) & 0x80).to(tl.uint8)

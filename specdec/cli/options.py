@@ -48,7 +48,7 @@ def model_options(command: F) -> F:
 
 def cache_options(command: F) -> F:
     """Add the options of `EngineConfig` that say how much the KV cache holds."""
-    kinds = click.Choice(["auto", "fp8", "int8", "int4"])
+    kinds = click.Choice(["auto", "fp8", "fp8_e4m3", "int8", "int4"])
     for option in (
         click.option("--gpu-memory-utilization", type=float, help="Share of a GPU's memory for weights and KV cache."),
         click.option("--kv-cache-memory", help="Bytes of the KV cache, e.g. 2GiB."),

@@ -31,8 +31,9 @@ class EngineConfig:
         max_nodes: most tree nodes a sequence, root included, 1 to 64.
         deterministic: on a GPU a token's bits don't depend on what else is in the batch, so that speculative, batched
             and plain decoding agree in bf16 too; False takes the library's products for many rows.
-        kv_cache_dtype: how keys and values are stored: "auto" as they are; "fp8" and "int8" take about half the room of
-            16 bits, "int4" less than a third.
+        kv_cache_dtype: how keys and values are stored: "auto" as they are; "fp8" (e3m4), "fp8_e4m3" (for keys with
+            channels hundreds of times the others) and "int8" take about half the room of 16 bits, "int4" less than a
+            third.
         kv_group_size: values along head_dim that share a scale: 8, 16, 32, 64 or 128 in int8, 32, 64 or 128 in int4; by
             default the largest up to 64 that fits.
         cuda_graphs: on a GPU capture decode steps, where everything that they need can be captured.

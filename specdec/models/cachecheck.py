@@ -25,6 +25,8 @@ Question: which is heavier, a kilogram of iron or a kilogram of feathers? Answer
 feathers take up far more room, so their weight in air is a little less, by the weight of the air that they push aside.
 """
 MAX_TOKENS = 256
+MAX_OUTLIER = 250
+"""Largest key channel over the median one up to which fp8 stores the median one no worse than fp8_e4m3."""
 MAX_KL = 0.1
 """Nats a token beyond which a format is said to hurt: the next-token distributions differ visibly."""
 _CHUNK, _BLOCK = 64, 16
@@ -57,9 +59,10 @@ class CacheReport:
     @property
     def warning(self) -> str:
         """What to tell the user of a format that hurts."""
+        better = "fp8" if self.key_outlier <= MAX_OUTLIER else "fp8_e4m3"
         return (
             f"quantized keys and values change what this model says: {self}; the limit is a KL of {MAX_KL:g}. "
-            'Try kv_cache_dtype="fp8", a smaller kv_group_size, or "auto", which stores them as they are'
+            f'Try kv_cache_dtype="{better}", a smaller kv_group_size, or "auto", which stores them as they are'
         )
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModel
+from specdec.models.balance import balance
 from specdec.models.families import Family, family_of
 from specdec.models.rope import Rotary, read_rotary
 from specdec.models.support import SLIDING, check_model, is_plain, layer_types
@@ -24,7 +25,7 @@ class LayerWeights:
     Args:
         attn_norm, mlp_norm: [H], before attention and MLP.
         post_attn_norm, post_mlp_norm: [H], after them, before the residual addition; or None.
-        qk_norm: [heads + kv heads, D], of queries and keys per head; or None.
+        qk_norm: [heads + kv heads, D], of queries and keys per head, balanced; or None.
         qkv: [(heads + 2 kv heads) · D, H].
         o: [H, heads · D].
         gate_up: [2 I, H].
@@ -141,15 +142,16 @@ def _rotary(model: PreTrainedModel, family: Family, types: list[str]) -> tuple[t
 def _layer(layer: Any, family: Family, config: Any, window: int | None, rotary: int) -> LayerWeights:
     attn, mlp = layer.self_attn, layer.mlp
     qkv, qkv_bias = _merge(*(getattr(attn, name) for name in family.qkv))
+    attn_norm = _norm(layer.input_layernorm, family)
     gate_up, gate_up_bias = _merge(*(getattr(mlp, name) for name in family.gate_up))
     o, o_bias = _merge(attn.o_proj)
     down, down_bias = _merge(mlp.down_proj)
     return LayerWeights(
-        attn_norm=_norm(layer.input_layernorm, family),
+        attn_norm=attn_norm,
         mlp_norm=_norm(getattr(layer, family.mlp_norm), family),
         post_attn_norm=_norm(layer.post_attention_layernorm, family) if family.sandwich else None,
         post_mlp_norm=_norm(layer.post_feedforward_layernorm, family) if family.sandwich else None,
-        qk_norm=_qk_norm(attn, family, config) if family.qk_norm else None,
+        qk_norm=_qk_norm(attn, family, config, qkv, attn_norm) if family.qk_norm else None,
         qkv=qkv,
         o=o,
         gate_up=gate_up,
@@ -168,11 +170,16 @@ def _norm(module: Any, family: Family) -> torch.Tensor:
     return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if family.norm_offset else weight
 
 
-def _qk_norm(attn: Any, family: Family, config: Any) -> torch.Tensor:
-    """[heads + kv heads, D], so that one call normalises queries and keys."""
-    q = _norm(attn.q_norm, family).expand(config.num_attention_heads, -1)
-    k = _norm(attn.k_norm, family).expand(config.num_key_value_heads, -1)
-    return torch.cat([q, k])
+def _qk_norm(attn: Any, family: Family, config: Any, qkv: Projection, attn_norm: torch.Tensor) -> torch.Tensor:
+    """[heads + kv heads, D], so that one call normalises queries and keys; balanced behind a plain projection."""
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    q = _norm(attn.q_norm, family).expand(num_heads, -1)
+    k = _norm(attn.k_norm, family).expand(num_kv_heads, -1)
+    norm = torch.cat([q, k])
+    if not isinstance(qkv, torch.Tensor):
+        return norm
+    projection = qkv[: norm.numel()].view(*norm.shape, -1) * attn_norm
+    return balance(norm, projection, num_heads)
 
 
 def _merge(*modules: nn.Linear) -> tuple[Projection, torch.Tensor | None]:
