@@ -105,7 +105,7 @@ def test_each_mechanism_is_measured_on_and_off_or_says_why_not(work: Work, monke
     for name, why in (
         ("captured-steps", "not by Triton kernels"),
         ("device-sampling", "torch ops"),
-        ("draft-heads", "needs path"),
+        ("draft-heads", "no heads come with the package"),
         ("overlapped-tokenizing", "no switch"),
     ):
         assert rows[name].ratio is None and rows[name].on is None and why in rows[name].how
