@@ -33,7 +33,8 @@ def cell(system: str, category: str, seconds: list[float], stats: SpeculationSta
     different = [Divergence("chat-02", 3, 1e-5)] if system == "hf" else []
     ids = [f"{category}-{i:02d}" for i in range(len(seconds))]
     compared = None if system == "plain" else different
-    return Cell(system, None, category, 1, ids, seconds, [10] * len(seconds), stats, compared, parts, 5_000_000)
+    drafter, tokens = {"ngram": "ngram", "plain": "none"}.get(system), [10] * len(seconds)
+    return Cell(system, drafter, None, category, 1, ids, seconds, tokens, stats, compared, parts, 5_000_000)
 
 
 @pytest.fixture
@@ -119,6 +120,14 @@ def test_the_page_stands_alone(result: Result, tmp_path: Path) -> None:
     assert (tmp_path / "x.html").read_text() == text
     with pytest.raises(ConfigError, match="can't be written"):
         write_page(result, tmp_path / "no" / "x.html")
+
+
+def test_lists_of_plain_values_stand_on_one_line(tmp_path: Path) -> None:
+    value = {"a": [1, 2.5, None], "tree": [[[0], 8, 4], [[0, 0], 4, 1]], "rows": [{"x": []}, {}], "é": "[{", "t": (1,)}
+    write_json(tmp_path / "x.json", value)
+    text = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {**value, "t": [1]}
+    assert text.splitlines()[1:5] == [' "a": [1, 2.5, null],', ' "tree": [', "  [[0], 8, 4],", "  [[0, 0], 4, 1]"]
 
 
 def test_trees_of_all_cells_are_added(result: Result) -> None:

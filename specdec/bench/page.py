@@ -1,14 +1,15 @@
 """A result of `bench acceptance` as one HTML page that needs nothing else."""
 
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from specdec.bench.plots import as_svg, depth_plot, label, length_plot, speedup_plot, tree_plot
+from specdec.bench.plots import as_svg, batches, depth_plot, label, length_plot, speedup_plot, tree_plot
 from specdec.bench.results import Result
-from specdec.bench.summary import summarize
+from specdec.bench.summary import summarize, system_name
 from specdec.bench.tables import LEGEND, failures, number, speed
 from specdec.errors import ConfigError
 from specdec.hub.cache import replace_file
@@ -44,11 +45,15 @@ def write_page(result: Result, path: Path) -> None:
 
 def _plots(result: Result, rows: list[dict[str, object]]) -> dict[str, str]:
     plots = {}
-    if any(row["speedup"] is not None for row in rows):
-        plots["Speed-up by category"] = as_svg(speedup_plot(rows, result.settings.baseline))
-    if any(row.get("draft_tokens_per_forward") for row in rows):
-        plots["Acceptance by depth"] = as_svg(depth_plot(rows))
-        plots["Draft tokens delivered by a forward"] = as_svg(length_plot(rows))
+    sizes = batches(rows)
+    for size, shown in sizes.items():
+        if any(row["speedup"] is not None for row in shown):
+            title = "Speed-up by category" if len(sizes) == 1 else f"Speed-up by category, {size} at once"
+            plots[title] = as_svg(speedup_plot(shown, result.settings.baseline))
+    shown = next(iter(sizes.values()), [])
+    if any(row.get("draft_tokens_per_forward") for row in shown):
+        plots["Acceptance by depth"] = as_svg(depth_plot(shown))
+        plots["Draft tokens delivered by a forward"] = as_svg(length_plot(shown))
     for name, tree in trees(result).items():
         plots[f"Trees of {name}: share accepted of the times proposed"] = as_svg(tree_plot(tree), (6.4, 4.4))
     return plots
@@ -59,8 +64,7 @@ def trees(result: Result) -> dict[str, list[tuple[list[int], int, int]]]:
     sums: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
     for cell in result.cells:
         for ranks, proposed, accepted in cell.split.tree if cell.split else ():
-            name = cell.system if cell.max_nodes is None else f"{cell.system} ≤{cell.max_nodes}"
-            nodes = sums.setdefault(name, {})
+            nodes = sums.setdefault(system_name(asdict(cell)), {})
             before = nodes.get(tuple(ranks), (0, 0))
             nodes[tuple(ranks)] = before[0] + proposed, before[1] + accepted
     return {name: [(list(ranks), *n) for ranks, n in sorted(nodes.items())] for name, nodes in sums.items()}

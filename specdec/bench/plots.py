@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.bench.summary import ALL
+from specdec.bench.summary import ALL, system_name
 from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ def depth_plot(rows: Sequence[Row]) -> Draw:
                 ("cumulative_by_depth", "o--", "all"),
             ):
                 rates = row[key]
-                axes.plot(range(1, 1 + len(rates)), rates, style, color=f"C{i}", ms=3, label=f"{label(row)}, {what}")
+                axes.plot(
+                    range(1, 1 + len(rates)), rates, style, color=f"C{i}", ms=3, label=f"{system_name(row)}, {what}"
+                )
         axes.set(xlabel="depth of the draft token", ylabel="accepted", ylim=(0, 1.02))
         axes.set_xticks(range(1, 1 + max((len(row["acceptance_by_depth"]) for row in _drafters(rows)), default=1)))
         axes.legend(frameon=False)
@@ -88,7 +90,7 @@ def length_plot(rows: Sequence[Row]) -> Draw:
             counts = row["accepted_lengths"]
             width = 0.8 / len(shown)
             places = [n - 0.4 + width * (i + 0.5) for n in range(len(counts))]
-            axes.bar(places, [count / sum(counts) for count in counts], width, label=label(row))
+            axes.bar(places, [count / sum(counts) for count in counts], width, label=system_name(row))
         axes.set(xlabel="draft tokens delivered by a forward", ylabel="share of forwards")
         axes.legend(frameon=False)
 
@@ -101,10 +103,10 @@ def speedup_plot(rows: Sequence[Row], baseline: str) -> Draw:
     def draw(axes: "Axes") -> None:
         compared = [row for row in rows if row["speedup"] is not None]
         categories = list(dict.fromkeys(row["category"] for row in compared if row["category"] != ALL)) + [ALL]
-        names = list(dict.fromkeys(label(row) for row in compared))
+        names = list(dict.fromkeys(map(system_name, compared)))
         width = 0.8 / max(1, len(names))
         for i, name in enumerate(names):
-            shown = [row for row in compared if label(row) == name]
+            shown = [row for row in compared if system_name(row) == name]
             places = [categories.index(row["category"]) - 0.4 + width * (i + 0.5) for row in shown]
             values = [row["speedup"]["value"] for row in shown]
             low = [max(0.0, row["speedup"]["value"] - row["speedup"]["low"]) for row in shown]
@@ -174,9 +176,13 @@ def load_plot(runs: Sequence[Row]) -> Draw:
 
 def label(row: Row) -> str:
     """Return what to call a row's system where several tree and batch sizes stand side by side."""
-    nodes = "" if row["max_nodes"] is None else f" ≤{row['max_nodes']}"
     batch = "" if row["batch_size"] == 1 else f", batch {row['batch_size']}"
-    return f"{row['system']}{nodes}{batch}"
+    return f"{system_name(row)}{batch}"
+
+
+def batches(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """Return the rows of each batch size; counts of tokens are the same in all of them."""
+    return {n: [row for row in rows if row["batch_size"] == n] for n in sorted({row["batch_size"] for row in rows})}
 
 
 def _drafters(rows: Sequence[Row]) -> list[Row]:

@@ -53,6 +53,8 @@ class System(Protocol):
 
     exact: bool
     """Whether a request's tokens are those that the engine gives for the same seed, also when it samples."""
+    drafter: str | None
+    """The name of the drafter that it turned out to use; None for a peer."""
 
     def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """Answer prompts together; `params` differ in their seeds alone."""
@@ -87,6 +89,7 @@ class EngineSystem:
     def __init__(self, loaded: Loaded, drafter: str, room: Room, **options: Any) -> None:
         self._make = partial(make_llm, loaded, drafter, room, **options)
         self.llm = self._make()
+        self.drafter: str | None = self.llm.engine.drafter.name
         self._eager = self.llm if self.llm.engine.graphs is None else None
 
     def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:

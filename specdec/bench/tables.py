@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec.bench.results import Result
-from specdec.bench.summary import ALL, summarize
+from specdec.bench.summary import ALL, summarize, system_name
 
 _HEADINGS = ("category", "τ", "drafts", "by depth", "tok/s", "×", "quartiles", "≠", "d/f/a/h %")
 LEGEND = (
@@ -60,9 +60,8 @@ def speed(value: float) -> str:
 def _systems(rows: Sequence[dict[str, Any]]) -> dict[tuple[object, ...], str]:
     names: dict[tuple[object, ...], str] = {}
     for row in rows:
-        nodes = "" if row["max_nodes"] is None else f", at most {row['max_nodes']} nodes"
         key = (row["system"], row["max_nodes"], row["batch_size"])
-        names[key] = f"{row['system']}{nodes}, batch {row['batch_size']}"
+        names[key] = f"{system_name(row)}, batch {row['batch_size']}"
     return names
 
 

@@ -17,6 +17,9 @@ _PEERS = "hf, hf-compiled, hf-prompt-lookup, hf-assisted:PATH, vllm, vllm-ngram,
 @click.option("--drafter", "drafters", multiple=True, help="As for `generate`; repeat it to compare.  [default: ngram]")
 @click.option("--peer", "peers", multiple=True, help=f"Run this beside them: {_PEERS}; may be repeated.")
 @click.option("--baseline", default="plain", help=f"What speed-ups are against: {_BASELINES}.")
+@click.option(
+    "--peer-prompts", type=click.IntRange(min=1), help="Prompts of each category for peers, in whole batches."
+)
 @prompt_options
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, help="Most tokens an answer.")
