@@ -49,7 +49,6 @@ def acceptance(
     from rich.live import Live
 
     from specdec.bench.acceptance import run
-    from specdec.bench.page import write_page
     from specdec.bench.plots import check_can_plot
     from specdec.bench.results import Settings
     from specdec.bench.tables import acceptance_table, failures
@@ -69,6 +68,8 @@ def acceptance(
     for line in failures(result):
         click.echo(line, err=True)
     if html is not None:
+        from specdec.bench.page import write_page
+
         write_page(result, html)
     if any(failure.system not in settings.peers for failure in result.failures):
         raise SystemExit(1)
