@@ -1,6 +1,7 @@
 """`bench serve` against a server whose times are known."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from statistics import mean, median
 
@@ -10,9 +11,11 @@ from click.testing import CliRunner, Result
 from specdec.bench.dataset import load_prompts
 from specdec.bench.latencies import Timing, num_good, parse_limits, summarize_timings
 from specdec.bench.serve import ServeSettings, arrivals, draw, measure_server
+from specdec.cli.bench.serve import _agreement
 from specdec.cli.main import main
 from specdec.errors import ConfigError
 from tests.fake_openai import CHUNK_TOKENS, FakeServer
+from tests.server import served, tiny_llm
 
 
 def bench(server: FakeServer, *args: str) -> Result:
@@ -92,7 +95,10 @@ def test_a_key_is_sent_and_not_written(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     with FakeServer().running() as server:
         assert bench(server, "--json", str(tmp_path / "out.json")).exit_code == 0
-    assert len(server.heads) == 5 and all("authorization: bearer sesame" in head.lower() for head in server.heads)
+    asked = [head.split()[1] for head in server.heads]
+    assert Counter(asked) == {"/v1/models": 1, "/v1/chat/completions": 4, "/metrics": 2} and all(
+        "authorization: bearer sesame" in head.lower() for head in server.heads
+    )
     assert "sesame" not in (tmp_path / "out.json").read_text()
 
 
@@ -157,3 +163,28 @@ def test_limits_are_read() -> None:
     assert parse_limits(["ttft:200", "e2el:1e3"]) == {"ttft": 200, "e2el": 1000}
     with pytest.raises(ConfigError):
         parse_limits(["ttft:-1"])
+
+
+def test_the_servers_own_metrics_stand_beside_ours() -> None:
+    with served(tiny_llm(num_blocks=256)) as server:
+        server.chat()  # what was asked before doesn't count
+        settings = ServeSettings(
+            base_url=server.url, num_prompts=4, max_new_tokens=9, extra_body={"speculation": {"trace": True}}
+        )
+        (run,) = measure_server(settings, load_prompts("builtin", ["chat"]), lambda rate, done: None)
+    names = ("completed", "total_input_tokens", "total_output_tokens")
+    assert [run["server"][name] for name in names] == [run[name] for name in names] and run["completed"] == 4
+    assert [run["against_server"][name] for name in names] == [1, 1, 1]
+    for name in ("ttft_ms", "inter_token_ms", "e2el_ms"):
+        assert run["against_server"][name] == run[name]["mean"] / run["server"][name]
+    assert run["against_server"]["ttft_ms"] > 1 < run["against_server"]["e2el_ms"]  # the way to the server comes on top
+    assert "divided by the server's own metrics: completed 1.000" in _agreement(run)
+    assert "counted 5 answers" in _agreement(run | {"server": run["server"] | {"completed": 5}})
+
+
+def test_other_servers_have_no_metrics_of_ours() -> None:
+    with FakeServer().running() as server:
+        (run,) = measure_server(
+            ServeSettings(base_url=server.url, num_prompts=1), load_prompts("builtin"), lambda rate, done: None
+        )
+    assert run["server"] is None and run["against_server"] is None

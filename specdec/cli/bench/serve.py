@@ -87,6 +87,8 @@ def serve(
     for run in runs:
         console.print(_headline(run), soft_wrap=True, highlight=False)
         console.print(_table(run))
+        if run["against_server"] is not None:
+            console.print(_agreement(run), style="dim", soft_wrap=True, highlight=False)
         for error, count in run["errors"].items():
             click.echo(f"{count} failed: {error}", err=True)
     value = as_json(settings, dataset_path or "builtin", " ".join(["specdec", *sys.argv[1:]]), runs)
@@ -117,6 +119,14 @@ def _headline(run: dict[str, Any]) -> str:
         f"{rate}: {run['completed']} completed, {run['failed']} failed in {run['duration']:.1f} s; "
         f"{number(run['request_throughput'])} requests/s{good}; {number(run['output_throughput'], 1)} tokens/s"
     )
+
+
+def _agreement(run: dict[str, Any]) -> str:
+    """A line that compares with the server's own metrics."""
+    if run["server"]["completed"] != run["completed"]:
+        return f"the server counted {run['server']['completed']} answers meanwhile, so its times are of others, too"
+    parts = [f"{name.removesuffix('_ms')} {ratio:.3f}" for name, ratio in run["against_server"].items()]
+    return f"divided by the server's own metrics: {', '.join(parts)}"
 
 
 def _table(run: dict[str, Any]) -> "Table":
