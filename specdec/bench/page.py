@@ -7,10 +7,10 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from specdec.bench.plots import as_svg, batches, depth_plot, label, length_plot, speedup_plot, tree_plot
+from specdec.bench.plots import as_svg, batches, depth_plot, length_plot, speedup_plot, tree_plot, tree_size
 from specdec.bench.results import Result
 from specdec.bench.summary import summarize, system_name
-from specdec.bench.tables import LEGEND, failures, number, speed
+from specdec.bench.tables import LEGEND, by_system, depths, failures, number, shares, speed
 from specdec.errors import ConfigError
 from specdec.hub.cache import replace_file
 
@@ -19,11 +19,11 @@ def page(result: Result) -> str:
     """Return the page."""
     rows = summarize(result)
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.globals.update(number=number, speed=speed, label=label)
+    made.globals.update(number=number, speed=speed, depths=depths, shares=shares)
     template = made.from_string((resources.files("specdec.bench") / "page.html").read_text("utf-8"))
     return template.render(
         result=result,
-        rows=rows,
+        systems=by_system(rows),
         legend=LEGEND,
         failures=failures(result),
         plots={title: Markup(svg) for title, svg in _plots(result, rows).items()},
@@ -49,13 +49,13 @@ def _plots(result: Result, rows: list[dict[str, object]]) -> dict[str, str]:
     for size, shown in sizes.items():
         if any(row["speedup"] is not None for row in shown):
             title = "Speed-up by category" if len(sizes) == 1 else f"Speed-up by category, {size} at once"
-            plots[title] = as_svg(speedup_plot(shown, result.settings.baseline))
+            plots[title] = as_svg(speedup_plot(shown, result.settings.baseline), (8.4, 3.6))
     shown = next(iter(sizes.values()), [])
     if any(row.get("draft_tokens_per_forward") for row in shown):
         plots["Acceptance by depth"] = as_svg(depth_plot(shown))
         plots["Draft tokens delivered by a forward"] = as_svg(length_plot(shown))
     for name, tree in trees(result).items():
-        plots[f"Trees of {name}: share accepted of the times proposed"] = as_svg(tree_plot(tree), (6.4, 4.4))
+        plots[f"Trees of {name}: share accepted of the times proposed"] = as_svg(tree_plot(tree), tree_size(tree))
     return plots
 
 

@@ -67,16 +67,16 @@ def depth_plot(rows: Sequence[Row]) -> Draw:
     def draw(axes: "Axes") -> None:
         for i, row in enumerate(_drafters(rows)):
             for key, style, what in (
-                ("acceptance_by_depth", "o-", "if reached"),
-                ("cumulative_by_depth", "o--", "all"),
+                ("acceptance_by_depth", "o-", "where the depth before was accepted"),
+                ("cumulative_by_depth", "o--", "of all forwards"),
             ):
                 rates = row[key]
                 axes.plot(
                     range(1, 1 + len(rates)), rates, style, color=f"C{i}", ms=3, label=f"{system_name(row)}, {what}"
                 )
-        axes.set(xlabel="depth of the draft token", ylabel="accepted", ylim=(0, 1.02))
+        axes.set(xlabel="depth of the draft token", ylabel="share accepted", ylim=(0, 1.02))
         axes.set_xticks(range(1, 1 + max((len(row["acceptance_by_depth"]) for row in _drafters(rows)), default=1)))
-        axes.legend(frameon=False)
+        _legend(axes)
 
     return draw
 
@@ -92,7 +92,7 @@ def length_plot(rows: Sequence[Row]) -> Draw:
             places = [n - 0.4 + width * (i + 0.5) for n in range(len(counts))]
             axes.bar(places, [count / sum(counts) for count in counts], width, label=system_name(row))
         axes.set(xlabel="draft tokens delivered by a forward", ylabel="share of forwards")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     return draw
 
@@ -115,7 +115,7 @@ def speedup_plot(rows: Sequence[Row], baseline: str) -> Draw:
         axes.axhline(1, color="0.4", lw=0.8)
         axes.set(ylabel=f"× against {baseline}", xticks=range(len(categories)))
         axes.set_xticklabels(categories, rotation=20, ha="right")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     return draw
 
@@ -124,7 +124,7 @@ def tree_plot(tree: Tree) -> Draw:
     """A tree of drafts; beside each node the share of the times proposed that it was accepted."""
 
     def draw(axes: "Axes") -> None:
-        shown = sorted(sorted(tree, key=lambda node: (-node[1], len(node[0]), node[0]))[:_MOST_NODES])
+        shown = _shown(tree)
         nodes = {tuple(ranks): accepted / proposed for ranks, proposed, accepted in shown}
         places = tree_places(list(nodes))
         for ranks, chance in nodes.items():
@@ -138,6 +138,16 @@ def tree_plot(tree: Tree) -> Draw:
         axes.set_axis_off()
 
     return draw
+
+
+def _shown(tree: Tree) -> list[tuple[Sequence[int], int, int]]:
+    return sorted(sorted(tree, key=lambda node: (-node[1], len(node[0]), node[0]))[:_MOST_NODES])
+
+
+def tree_size(tree: Tree) -> tuple[float, float]:
+    """Return the size of a tree's plot in inches: by its leaves and its depth."""
+    places = tree_places([tuple(ranks) for ranks, *_ in _shown(tree)]).values()
+    return 1.5 + 0.45 * max(x for x, _ in places), 0.6 - 0.5 * min(y for _, y in places)
 
 
 def tree_places(nodes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, float]]:
@@ -169,15 +179,14 @@ def load_plot(runs: Sequence[Row]) -> Draw:
             for key, style in (("median", "o-"), ("p99", "o--")):
                 axes.plot(at, [run[f"{name}_ms"][key] for run in runs], style, color=f"C{i}", label=f"{name} {key}")
         axes.set(xlabel="requests a second", ylabel="ms", yscale="log")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     return draw
 
 
-def label(row: Row) -> str:
-    """Return what to call a row's system where several tree and batch sizes stand side by side."""
-    batch = "" if row["batch_size"] == 1 else f", batch {row['batch_size']}"
-    return f"{system_name(row)}{batch}"
+def _legend(axes: "Axes") -> None:
+    """Above the plot, where it hides nothing."""
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2 if len(axes.lines) > 3 else 4)
 
 
 def batches(rows: Sequence[Row]) -> dict[int, list[Row]]:
