@@ -10,12 +10,14 @@ from click.testing import CliRunner, Result
 
 from specdec.bench.dataset import load_prompts
 from specdec.bench.latencies import Timing, num_good, parse_limits, summarize_timings
-from specdec.bench.serve import ServeSettings, arrivals, draw, measure_server
+from specdec.bench.serve import ServeSettings, _note, arrivals, draw, measure_server
 from specdec.cli.bench.serve import _agreement
 from specdec.cli.main import main
 from specdec.errors import ConfigError
 from tests.fake_openai import CHUNK_TOKENS, FakeServer
 from tests.server import served, tiny_llm
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4}
 
 
 def bench(server: FakeServer, *args: str) -> Result:
@@ -36,6 +38,16 @@ def test_times_follow_from_when_pieces_came() -> None:
     summary = summarize_timings([t, one])
     assert summary["ttft_ms"] == pytest.approx({"mean": 1250, "median": 1250, "p99": 500 + 0.99 * 1500})
     assert summarize_timings([one])["inter_token_ms"] is None
+
+
+def test_tokens_without_text_are_a_piece_where_the_server_tells_them() -> None:
+    timing = Timing(start=0.0)
+    opening = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+    half = {"choices": [{"delta": {"content": ""}, "trace": [{}]}]}  # of a character
+    whole = {"choices": [{"delta": {"content": "é"}, "trace": [{}, {}]}]}
+    for now, event in enumerate((opening, half, whole, {"choices": [], "usage": USAGE})):
+        _note(timing, event, float(now))
+    assert (timing.chunks, timing.chunk_tokens, timing.num_output_tokens) == ([1.0, 2.0], [1, 2], 4)
 
 
 def test_pauses_are_poisson_or_come_in_bursts() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.bench.summary import ALL, system_name
+from specdec.bench.summary import ALL
 from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,19 +62,17 @@ def _figure(draw: Draw, size: tuple[float, float]) -> "Figure":
 
 
 def depth_plot(rows: Sequence[Row]) -> Draw:
-    """Acceptance by depth of each drafter over all categories: given the depth before, and of all forwards."""
+    """Acceptance by depth of each drafter over all categories: where that depth was reached, and of all forwards."""
 
     def draw(axes: "Axes") -> None:
         for i, row in enumerate(_drafters(rows)):
-            for key, style, what in (
-                ("acceptance_by_depth", "o-", "where the depth before was accepted"),
-                ("cumulative_by_depth", "o--", "of all forwards"),
+            for key, style, name in (
+                ("acceptance_by_depth", "o-", row["name"]),
+                ("cumulative_by_depth", "o--", None),
             ):
                 rates = row[key]
-                axes.plot(
-                    range(1, 1 + len(rates)), rates, style, color=f"C{i}", ms=3, label=f"{system_name(row)}, {what}"
-                )
-        axes.set(xlabel="depth of the draft token", ylabel="share accepted", ylim=(0, 1.02))
+                axes.plot(range(1, 1 + len(rates)), rates, style, color=f"C{i}", ms=3, label=name)
+        axes.set(xlabel="depth of the draft token", ylabel="accepted where reached; dashed: of all", ylim=(0, 1.02))
         axes.set_xticks(range(1, 1 + max((len(row["acceptance_by_depth"]) for row in _drafters(rows)), default=1)))
         _legend(axes)
 
@@ -90,7 +88,7 @@ def length_plot(rows: Sequence[Row]) -> Draw:
             counts = row["accepted_lengths"]
             width = 0.8 / len(shown)
             places = [n - 0.4 + width * (i + 0.5) for n in range(len(counts))]
-            axes.bar(places, [count / sum(counts) for count in counts], width, label=system_name(row))
+            axes.bar(places, [count / sum(counts) for count in counts], width, label=row["name"])
         axes.set(xlabel="draft tokens delivered by a forward", ylabel="share of forwards")
         _legend(axes)
 
@@ -103,10 +101,10 @@ def speedup_plot(rows: Sequence[Row], baseline: str) -> Draw:
     def draw(axes: "Axes") -> None:
         compared = [row for row in rows if row["speedup"] is not None]
         categories = list(dict.fromkeys(row["category"] for row in compared if row["category"] != ALL)) + [ALL]
-        names = list(dict.fromkeys(map(system_name, compared)))
+        names = list(dict.fromkeys(row["name"] for row in compared))
         width = 0.8 / max(1, len(names))
         for i, name in enumerate(names):
-            shown = [row for row in compared if system_name(row) == name]
+            shown = [row for row in compared if row["name"] == name]
             places = [categories.index(row["category"]) - 0.4 + width * (i + 0.5) for row in shown]
             values = [row["speedup"]["value"] for row in shown]
             low = [max(0.0, row["speedup"]["value"] - row["speedup"]["low"]) for row in shown]
@@ -186,7 +184,7 @@ def load_plot(runs: Sequence[Row]) -> Draw:
 
 def _legend(axes: "Axes") -> None:
     """Above the plot, where it hides nothing."""
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2 if len(axes.lines) > 3 else 4)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
 
 
 def batches(rows: Sequence[Row]) -> dict[int, list[Row]]:

@@ -218,13 +218,13 @@ async def _events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
 
 
 def _note(timing: Timing, event: dict[str, Any], now: float) -> None:
-    """Put down a piece of text, and what is said of tokens."""
-    choices = event.get("choices") or [{}]
-    delta = choices[0].get("delta") or {}
+    """Put down a piece, which has text or, where the server tells them, tokens; and what is said of tokens."""
+    choice = next(iter(event.get("choices") or []), {})
+    delta = choice.get("delta") or {}
     usage = event.get("usage")
-    if choices[0].get("text") or delta.get("content") or delta.get("reasoning_content"):
+    count = _num_tokens(choice, usage, sum(timing.chunk_tokens)) if choice else None
+    if count or choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
         timing.chunks.append(now)
-        count = _num_tokens(choices[0], usage, sum(timing.chunk_tokens))
         if count is not None:
             timing.chunk_tokens.append(count)
     if usage:

@@ -1,7 +1,7 @@
 """What follows from the cells of a result, by category and over all: τ, acceptance, speeds, speed-ups, spread."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import quantiles
 from typing import Any
 
@@ -49,6 +49,7 @@ def _row(category: str, cells: Sequence[Cell], result: Result) -> dict[str, Any]
     seconds = [s for cell in cells for s in cell.seconds]
     compared = [cell.divergences for cell in cells if cell.divergences is not None]
     return {
+        "name": system_name(asdict(first)),
         "system": first.system,
         "drafter": first.drafter,
         "max_nodes": first.max_nodes,

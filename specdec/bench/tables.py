@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec.bench.results import Result
-from specdec.bench.summary import ALL, summarize, system_name
+from specdec.bench.summary import ALL, summarize
 
 _HEADINGS = ("category", "τ", "drafts", "by depth", "tok/s", "×", "quartiles", "≠", "d/f/a/h %")
 LEGEND = (
@@ -57,7 +57,7 @@ def by_system(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
     """Return a summary's rows for each system, size of trees and size of batches, by what to call them."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(f"{system_name(row)}, batch {row['batch_size']}", []).append(row)
+        found.setdefault(f"{row['name']}, batch {row['batch_size']}", []).append(row)
     return found
 
 

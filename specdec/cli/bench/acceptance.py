@@ -50,7 +50,7 @@ def acceptance(
 
     from specdec.bench.acceptance import run
     from specdec.bench.plots import check_can_plot
-    from specdec.bench.results import Settings
+    from specdec.bench.results import Result, Settings
     from specdec.bench.tables import acceptance_table, failures
 
     if html is not None:
@@ -63,7 +63,12 @@ def acceptance(
     )
     console = Console()
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        show = lambda result, doing: live.update(acceptance_table(result, doing), refresh=True)  # noqa: E731
+
+        def show(result: Result, doing: str) -> None:
+            live.update(acceptance_table(result, doing), refresh=True)
+            if doing and not console.is_terminal:  # which shows nothing before the end
+                click.echo(doing, err=True)
+
         result = run(settings, out, resume=resume, report=show)
     for line in failures(result):
         click.echo(line, err=True)
