@@ -118,10 +118,10 @@ def test_the_page_stands_alone(result: Result, tmp_path: Path) -> None:
     assert len(svgs) == 4
     for svg in svgs:
         ElementTree.fromstring(svg)
-    write_page(result, tmp_path / "x.html")
+    write_page(text, tmp_path / "x.html")
     assert (tmp_path / "x.html").read_text() == text
     with pytest.raises(ConfigError, match="can't be written"):
-        write_page(result, tmp_path / "no" / "x.html")
+        write_page(text, tmp_path / "no" / "x.html")
 
 
 def test_lists_of_plain_values_stand_on_one_line(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`bench serve` against a server whose times are known."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from statistics import mean, median
@@ -108,21 +109,24 @@ def test_a_key_is_sent_and_not_written(tmp_path: Path, monkeypatch: pytest.Monke
     with FakeServer().running() as server:
         assert bench(server, "--json", str(tmp_path / "out.json")).exit_code == 0
     asked = [head.split()[1] for head in server.heads]
-    assert Counter(asked) == {"/v1/models": 1, "/v1/chat/completions": 4, "/metrics": 2} and all(
-        "authorization: bearer sesame" in head.lower() for head in server.heads
-    )
+    assert Counter(asked) == {"/v1/models": 1, "/v1/chat/completions": 4, "/metrics": 2}
+    assert all("authorization: bearer sesame" in head.lower() for head in server.heads)
     assert "sesame" not in (tmp_path / "out.json").read_text()
 
 
 def test_rates_and_concurrency_are_kept(tmp_path: Path) -> None:
     with FakeServer().running() as server:
-        args = ["--request-rate", "50,inf", "--max-concurrency", "2", "--save-result", "--result-dir", str(tmp_path)]
-        result = bench(server, *args, "--model", "org/x", "--extra-body", '{"top_k": 1}', "--ignore-eos")
+        args = ["--request-rate", "50,inf", "--max-concurrency", "2", "--html", str(tmp_path / "x.html")]
+        args += ["--save-result", "--result-dir", str(tmp_path), "--model", "org/x"]
+        result = bench(server, *args, "--extra-body", '{"top_k": 1}', "--ignore-eos")
     assert result.exit_code == 0, result.output
     assert server.most_at_once == 2 and len(server.bodies) == 8
     assert [b["top_k"] for b in server.bodies] == [1] * 8 and server.bodies[0]["ignore_eos"] is True
     (path,) = tmp_path.glob("serve-org--x-*.json")
     value = json.loads(path.read_text())
+    shown = (tmp_path / "x.html").read_text()
+    assert "50 requests a second" in shown and "all at once" in shown and "Latency against load" in shown
+    assert "<svg" in shown and not re.search(r"<script|<link|src=|url\(http|@import", shown)
     assert [run["request_rate"] for run in value["runs"]] == value["settings"]["request_rates"] == [50, None]
     first = server.arrived[:4]
     assert first == sorted(first) and {json.dumps(b) for b in server.bodies[:4]} == {

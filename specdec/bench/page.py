@@ -1,42 +1,57 @@
-"""A result of `bench acceptance` as one HTML page that needs nothing else."""
+"""A result of `bench acceptance` or `bench serve` as one HTML page that needs nothing else."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from specdec.bench.plots import as_svg, batches, depth_plot, length_plot, speedup_plot, tree_plot, tree_size
+from specdec.bench.plots import as_svg, batches, depth_plot, length_plot, load_plot, speedup_plot, tree_plot, tree_size
 from specdec.bench.results import Result
 from specdec.bench.summary import summarize, system_name
-from specdec.bench.tables import LEGEND, by_system, depths, failures, number, shares, speed
+from specdec.bench.tables import LATENCIES, LEGEND, by_system, depths, failures, number, rate, shares, speed
 from specdec.errors import ConfigError
 from specdec.hub.cache import replace_file
 
 
 def page(result: Result) -> str:
-    """Return the page."""
+    """Return the page of a result of `bench acceptance`."""
     rows = summarize(result)
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.globals.update(number=number, speed=speed, depths=depths, shares=shares)
-    template = made.from_string((resources.files("specdec.bench") / "page.html").read_text("utf-8"))
-    return template.render(
+    return _render(
+        "page.html",
+        title=f"Acceptance of {result.settings.model}",
         result=result,
         systems=by_system(rows),
         legend=LEGEND,
         failures=failures(result),
-        plots={title: Markup(svg) for title, svg in _plots(result, rows).items()},
+        plots=_plots(result, rows),
     )
 
 
-def write_page(result: Result, path: Path) -> None:
-    """Write the page, whole or not at all.
+def load_page(value: Mapping[str, Any]) -> str:
+    """Return the page of a result of `bench serve`, as its file holds it."""
+    runs = value["runs"]
+    plots = {"Latency against load": as_svg(load_plot(runs))} if len(runs) > 1 else {}
+    return _render("load_page.html", title=f"Load for {value['settings']['base_url']}", result=value, plots=plots)
+
+
+def _render(name: str, *, plots: Mapping[str, str], **values: Any) -> str:
+    files = FunctionLoader(lambda file: (resources.files("specdec.bench") / file).read_text("utf-8"))
+    made = Environment(loader=files, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.globals.update(number=number, speed=speed, depths=depths, shares=shares, rate=rate, metrics=LATENCIES)
+    safe = {title: Markup(svg) for title, svg in plots.items()}
+    return made.get_template(name).render(plots=safe, **values)
+
+
+def write_page(text: str, path: Path) -> None:
+    """Write a page, whole or not at all.
 
     Raises:
         ConfigError: it can't be written.
     """
-    text = page(result)
     try:
         replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:

@@ -172,11 +172,13 @@ def load_plot(runs: Sequence[Row]) -> Draw:
     """Latency against load: median and 99th percentile of TTFT and TPOT by requests a second."""
 
     def draw(axes: "Axes") -> None:
-        at = [run["request_throughput"] for run in runs]
         for i, name in enumerate(("ttft", "tpot")):
+            timed = [run for run in runs if run[f"{name}_ms"] is not None]
+            at = [run["request_throughput"] for run in timed]
             for key, style in (("median", "o-"), ("p99", "o--")):
-                axes.plot(at, [run[f"{name}_ms"][key] for run in runs], style, color=f"C{i}", label=f"{name} {key}")
-        axes.set(xlabel="requests a second", ylabel="ms", yscale="log")
+                shown = f"{name.upper()}, {'median' if key == 'median' else '99th percentile'}"
+                axes.plot(at, [run[f"{name}_ms"][key] for run in timed], style, color=f"C{i}", ms=3, label=shown)
+        axes.set(xlabel="answers a second", ylabel="ms", yscale="log")
         _legend(axes)
 
     return draw

@@ -219,7 +219,7 @@ async def _events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
 
 def _note(timing: Timing, event: dict[str, Any], now: float) -> None:
     """Put down a piece, which has text or, where the server tells them, tokens; and what is said of tokens."""
-    choice = next(iter(event.get("choices") or []), {})
+    choice: dict[str, Any] = next(iter(event.get("choices") or []), {})
     delta = choice.get("delta") or {}
     usage = event.get("usage")
     count = _num_tokens(choice, usage, sum(timing.chunk_tokens)) if choice else None

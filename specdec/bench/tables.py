@@ -1,6 +1,6 @@
 """Results as tables for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -16,6 +16,15 @@ LEGEND = (
     "τ: tokens a forward; drafts: those of them that were drafted; by depth: acceptance at depths 1, 2, 3; ×: against "
     "the baseline; ≠: answers that differ from it; d/f/a/h: time in draft, forward, accept and host, of eager steps"
 )
+
+LATENCIES = {
+    "ttft_ms": "TTFT",
+    "tpot_ms": "TPOT",
+    "inter_token_ms": "between tokens",
+    "inter_chunk_ms": "between chunks",
+    "e2el_ms": "end to end",
+}
+"""What a run of `bench serve` reports in ms, and what to call it."""
 
 
 def acceptance_table(result: Result, doing: str = "") -> RenderableType:
@@ -51,6 +60,11 @@ def number(value: float | None, digits: int = 2) -> str:
 def speed(value: float) -> str:
     """Return tokens a second in few characters."""
     return number(value, 1 if value < 1000 else 0)
+
+
+def rate(run: Mapping[str, Any]) -> str:
+    """Return how many requests a second a run of `bench serve` sent."""
+    return "all at once" if run["request_rate"] is None else f"{run['request_rate']:g} requests a second"
 
 
 def by_system(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

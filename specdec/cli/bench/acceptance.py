@@ -73,8 +73,8 @@ def acceptance(
     for line in failures(result):
         click.echo(line, err=True)
     if html is not None:
-        from specdec.bench.page import write_page
+        from specdec.bench.page import page, write_page
 
-        write_page(result, html)
+        write_page(page(result), html)
     if any(failure.system not in settings.peers for failure in result.failures):
         raise SystemExit(1)
