@@ -192,7 +192,7 @@ def acceptance() -> str:
         found = {(row["name"], row["category"]): row for row in rows}
         systems, categories = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "category"))
         lines = [[category, *(_gain(found.get((name, category))) for name in systems)] for category in categories]
-        how = f"{settings['model']} in {result['environment']['dtype']} on {result['environment']['device']}, "
+        how = f"{_folder(settings['model'])} in {result['environment']['dtype']} on {result['environment']['device']}, "
         how += f"temperature {settings['temperature']:g}, at most {settings['max_new_tokens']} tokens, {size} at once "
         how += f"(`{path.name}`)"
         figures = {"speedup": "Speed-up by kind of work", "depth": "Acceptance by depth"}
@@ -252,6 +252,11 @@ def picture() -> str:
             return f"![Speed-up by kind of work](docs/figures/{figure.name})\n\n{caption}"
     caption = "The playground of `specdec serve`: an answer with its drafted tokens coloured, beside plain decoding."
     return f"![The playground](docs/images/playground.png)\n\n{caption}"
+
+
+def _folder(model: str) -> str:
+    """The name of a model that was given by its folder."""
+    return model.rstrip("/").rpartition("/")[2]
 
 
 def _of_format(name: str) -> list[tuple[Path, Any]]:

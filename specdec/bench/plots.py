@@ -185,8 +185,11 @@ def load_plot(runs: Sequence[Row]) -> Draw:
 
 
 def _legend(axes: "Axes") -> None:
-    """Above the plot, where it hides nothing."""
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    """Above the plot, where it hides nothing, in as many columns as there is room for."""
+    _, names = axes.get_legend_handles_labels()
+    room = 11 * axes.get_figure(root=True).get_figwidth()  # letters
+    num_columns = int(room / (6 + max(map(len, names), default=0)))
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=max(1, min(4, num_columns)))
 
 
 def batches(rows: Sequence[Row]) -> dict[int, list[Row]]:
