@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 import torch
-import transformers
 
 from benchmarks.serving import serving
 from specdec.bench.dataset import load_prompts
+from specdec.bench.environment import environment
 from specdec.bench.results import write_json
 from specdec.bench.serve import ServeSettings, as_json, measure_server
 
@@ -44,8 +44,12 @@ def main(model: str, rates: str, num_prompts: int, max_new_tokens: int, path: Pa
         command = "python -m benchmarks.serve_agreement"
         shown = {"rates": rates, "num-prompts": num_prompts, "max-new-tokens": max_new_tokens}
         command += "".join(f" --{name} {value}" for name, value in shown.items())
-        made = {"served": model, "torch": torch.__version__, "transformers": transformers.__version__, "threads": 1}
-        write_json(path, as_json(settings, "builtin", command, runs) | made)
+        made = environment(torch.device("cpu"), torch.float32) | {
+            "command": command,
+            "device": "cpu, 1 thread",
+            "threads": 1,
+        }
+        write_json(path, as_json(settings, "builtin", command, runs) | {"served": model, "environment": made})
 
 
 if __name__ == "__main__":

@@ -281,7 +281,7 @@ def made(result: dict[str, Any]) -> dict[str, Any]:
     if environment is None:
         return result
     card = {} if environment["device"].startswith("cpu") else {"card": environment["device"]}
-    return {"commit": result.get("commit", "–")} | environment | environment["packages"] | card
+    return environment | environment["packages"] | card | {"commit": environment["commit"] or "–"}
 
 
 def _machine(result: dict[str, Any]) -> str:

@@ -52,8 +52,8 @@ def result() -> Result:
         cell("hf", "chat", [2.0, 4.0, 8.0], None, False),
     ]
     environment = {
-        "command": "specdec bench acceptance", "measured": "2026-01-01T00:00:00+00:00", "specdec": "0", "python": "3",
-        "packages": {"torch": "2"}, "device": "cpu", "dtype": "float32", "threads": 1,
+        "command": "specdec bench acceptance", "measured": "2026-01-01T00:00:00+00:00", "specdec": "0", "commit": None,
+        "python": "3", "packages": {"torch": "2"}, "device": "cpu", "dtype": "float32", "threads": 1,
     }  # fmt: skip
     failed = [Failure("vllm", None, None, None, "ModuleNotFoundError: No module named 'vllm'")]
     return Result(settings, environment, cells, failed, {"chat-00": [1, 2], "chat-01": []})

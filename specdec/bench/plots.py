@@ -186,8 +186,9 @@ def load_plot(runs: Sequence[Row]) -> Draw:
 
 def _legend(axes: "Axes") -> None:
     """Above the plot, where it hides nothing, in as many columns as there is room for."""
-    _, names = axes.get_legend_handles_labels()
-    room = 11 * axes.get_figure(root=True).get_figwidth()  # letters
+    figure, (_, names) = axes.get_figure(root=True), axes.get_legend_handles_labels()
+    assert figure is not None, "it was drawn on one"
+    room = 11 * figure.get_figwidth()  # letters
     num_columns = int(room / (6 + max(map(len, names), default=0)))
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=max(1, min(4, num_columns)))
 
