@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from specdec import LLM, SamplingParams
 from specdec.cli.demo_prompts import PROMPTS
 from specdec.engine.measure import NUM_NODES, CapturedStep, Grid, measure
+from specdec.models.batch import Rows, pack_rows
 from specdec.models.decoder import Decoder
+from specdec.verifier.tree import MAX_NODES, TokenTree
 
 SHAPES = {
     "8b": LlamaConfig(
@@ -221,22 +223,25 @@ MORE_PROMPTS = [
 @main.command()
 @click.option("--model", default="smollm2-135m")
 @click.option("--tokens", default=256)
+@click.option("--drafters", default="ngram,shipped", help="Drafters whose answers are compared with plain decoding's.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
-def exact(model: str, tokens: int, path: str | None) -> None:
+def exact(model: str, tokens: int, drafters: str, path: str | None) -> None:
     """Tokens of 20 prompts: plain and alone against speculative, batched, and both; and where bits may differ."""
     rows: list[dict[str, object]] = []
+    result: dict[str, object] = {"model": model, "tokens": tokens}
     for deterministic in (True, False):
-        plain, ngram = (make_llm(model, drafter=d, deterministic=deterministic) for d in ("none", "ngram"))
+        names = drafters.split(",")
+        plain, *speculative = (make_llm(model, drafter=d, deterministic=deterministic) for d in ("none", *names))
+        result["logits" if deterministic else "logits_not_deterministic"] = _different_logits(plain)
         texts = [*PROMPTS.values(), *MORE_PROMPTS]
         prompts = [plain.encode_chat([{"role": "user", "content": text}]) for text in texts]
         want = [answers([prompt], plain, tokens)[0] for prompt in prompts]
-        eager = make_llm(model, deterministic=deterministic, cuda_graphs=False)
-        ways = {
-            "speculative, alone": lambda llm=ngram, ids=prompts: [answers([prompt], llm, tokens)[0] for prompt in ids],
-            "plain, batched": lambda llm=plain, ids=prompts: answers(ids, llm, tokens),
-            "speculative, batched": lambda llm=ngram, ids=prompts: answers(ids, llm, tokens),
-            "speculative, eager": lambda llm=eager, ids=prompts: answers(ids, llm, tokens),
-        }
+        eager = make_llm(model, drafter=names[-1], deterministic=deterministic, cuda_graphs=False)
+        ways = {"plain, batched": lambda llm=plain, ids=prompts: answers(ids, llm, tokens)}
+        for name, llm in zip(names, speculative, strict=True):
+            ways[f"{name}, alone"] = lambda llm=llm, ids=prompts: [answers([prompt], llm, tokens)[0] for prompt in ids]
+            ways[f"{name}, batched"] = lambda llm=llm, ids=prompts: answers(ids, llm, tokens)
+        ways[f"{names[-1]}, eager, batched"] = lambda llm=eager, ids=prompts: answers(ids, llm, tokens)
         for how, run in ways.items():
             at = [_first_difference(a, b) for a, b in zip(want, run(), strict=True)]
             margins = [
@@ -246,7 +251,48 @@ def exact(model: str, tokens: int, path: str | None) -> None:
             ]
             row = {"deterministic": deterministic, "how": how, "prompts": len(prompts), "different": len(margins)}
             rows.append(row | {"margins": [round(m, 4) for m in margins]})
-            write(path, {"model": model, "tokens": tokens, "rows": rows})  # what is known so far
+            write(path, result | {"rows": rows})  # what is known so far
+
+
+@torch.no_grad()
+def _different_logits(llm: LLM) -> dict[str, int]:
+    """How many of a text's last rows of logits differ in a bit from those of one prompt of all its tokens.
+
+    The same rows as prompt chunks of several sizes behind a cached prefix, as chains and trees of draft nodes, and one
+    by one. The text is the demo's prompts; sequences use the engine's first blocks, which nobody else does now.
+    """
+    model, pages = llm.engine.model, llm.engine.pages
+    text = [token for prompt in PROMPTS.values() for token in llm.encode_chat([{"role": "user", "content": prompt}])]
+    length = len(text)
+    table = range(-(-(length + MAX_NODES) // pages.block_size))
+
+    def logits(start: int, parents: list[int], tokens: list[int]) -> torch.Tensor:
+        tree = TokenTree.build([tokens], [parents]) if parents else None
+        shape = (tree.depth.tolist(), tree.ancestors.tolist()) if tree else ((), ())
+        rows = Rows(table, start, tokens, start if tree else start + len(tokens), *shape)
+        batch = pack_rows([rows], pages.block_size, model.device)
+        return model.logits(model.forward(batch, pages))
+
+    whole = logits(0, [], text)
+    found = {}
+    for count in (1, 7, 16, 64, 256):
+        at = length - count
+        found[f"chunk of {count}"] = _rows_that_differ(whole[at:], logits(at, [], text[at:]))
+    for count in (2, 16, 64):
+        at = length - count
+        found[f"chain of {count}"] = _rows_that_differ(whole[at:], logits(at, [*range(-1, count - 1)], text[at:]))
+    for depth in (7, 31):  # the true path behind a wrong one
+        at = length - depth - 1
+        parents = [*range(-1, depth), 0, *range(depth + 1, 2 * depth)]
+        nodes = [text[at], *reversed(text[at + 1 :]), *text[at + 1 :]]
+        found[f"tree of {len(nodes)}"] = _rows_that_differ(whole[at + 1 :], logits(at, parents, nodes)[depth + 1 :])
+    logits(0, [], text)  # the cache holds the text again
+    alone = torch.cat([logits(at, [-1], text[at : at + 1]) for at in range(length - 256, length)])
+    return found | {"256 tokens one by one": _rows_that_differ(whole[-256:], alone)}
+
+
+def _rows_that_differ(a: torch.Tensor, b: torch.Tensor) -> int:
+    return int((a != b).any(1).sum())
 
 
 def answers(prompts: list[list[int]], llm: LLM, tokens: int) -> list[list[int]]:

@@ -123,6 +123,14 @@ def property_cases() -> str:
     return f"{result['passed'] + result['failed']:,} random cases, {result['failed'] or 'none'} different"
 
 
+def exact_gpu() -> str:
+    """Return how many answers of the real model on a GPU differ from those of plain decoding alone."""
+    result = read("exact_smollm2_h200")
+    rows = [r for r in result["rows"] if r["deterministic"]]
+    tokens = f"{rows[0]['prompts']} prompts of {result['tokens']} tokens"
+    return f"{tokens} in {len(rows)} ways, {sum(r['different'] for r in rows) or 'no answer'} different"
+
+
 def attention() -> str:
     """Return our attention against torch's on a GPU."""
     rows = []
@@ -292,7 +300,7 @@ def _machine(result: dict[str, Any]) -> str:
 
 _BENCH = (acceptance, picture, seeds, serve_agreement)
 _SPEED = (attention, demo, dropin, heads, linear, ngram_gpu, nodes, prefill, products, startup, throughput)
-_EQUALITY = (cache_quality, property_cases, traffic)
+_EQUALITY = (cache_quality, exact_gpu, property_cases, traffic)
 TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_BENCH, *_SPEED, *_EQUALITY, provenance)}
 
 

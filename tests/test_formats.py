@@ -1,5 +1,9 @@
 """Quantized pages: what is stored, in how much room, and that no slot but a token's own is read or written."""
 
+import ast
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -212,6 +216,21 @@ def test_quantized_pages_of_more_than_2_to_the_31_elements(name: str) -> None:
         for p, at in ((pages, block), (small, 0))
     )
     assert torch.equal(far, near)
+
+
+def test_products_take_quantized_values_in_the_order_of_native_ones() -> None:
+    """Where the compiler saw bytes, small tiles summed in another order than large ones: rows had other bits there."""
+    code = """
+import re
+from tests.hopper import COMPILED, attend
+for name in (None, "int8", "int4"):
+    attend(name, 1, chains=True)
+print(*(re.findall(r"kWidth = (\\d+)", made["ttgir"]) for _, made in COMPILED), sep=chr(10))
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    orders = [set(ast.literal_eval(line)) for line in done.stdout.splitlines()]
+    assert orders == [{"2"}] * 3
 
 
 def test_options_that_do_not_fit_say_what_would() -> None:

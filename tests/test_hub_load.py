@@ -67,6 +67,19 @@ def test_a_model_in_memory_keeps_its_gradients() -> None:
         LLM(opened(model.model).model)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_model_in_memory_says_what_its_folder_does(folder: Path, dtype: torch.dtype) -> None:
+    """Casting rotary frequencies, even to the dtype that the weights have, would change the model's answers."""
+    in_memory = opened(opened(folder, dtype=torch.float32).model, dtype=dtype).model
+    again = opened(opened(folder, dtype=dtype).model, dtype=dtype).model
+    wanted = opened(folder, dtype=dtype).model
+    ids = torch.arange(64)[None] % wanted.config.vocab_size
+    for model in (in_memory, again):
+        for (name, buffer), (_, want) in zip(model.named_buffers(), wanted.named_buffers(), strict=True):
+            assert buffer.dtype == want.dtype and torch.equal(buffer, want), name
+        assert torch.equal(model(ids).logits, wanted(ids).logits)
+
+
 def test_tokenizers(folder: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 

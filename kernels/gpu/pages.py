@@ -61,7 +61,9 @@ def load_values(pages, row, ok, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: t
             x = x * scale[:, :, None] + zero[:, :, None]
         else:
             x = x * _load(pages.scales, row, ok, GROUPS, BLOCK_G, 0.0).to(tl.float32)[:, :, None]
-        return tl.reshape(x, [M, BLOCK_D]).to(dtype)
+        # A sum of one value each. Where the compiler sees that a product's operand was loaded as bytes, it takes the
+        # values of a row in another order, and in some kernels only: rows would have other bits in each of them.
+        return tl.sum(tl.reshape(x.to(dtype), [M, BLOCK_D, 1]), 2)
 
 
 @triton.jit

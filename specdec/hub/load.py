@@ -220,9 +220,22 @@ def _in_memory(model: "PreTrainedModel", dtype: DType, device: torch.device | st
     if getattr(model, "hf_quantizer", None) is not None and dtype in ("auto", model.dtype):
         if there.type == wanted.type and wanted.index in (None, there.index):
             return model.eval()  # some quantized models refuse to be moved, even to where they are
-    if dtype != "auto":
-        model = model.to(dtype=dtype)
+    if dtype not in ("auto", model.dtype):
+        _cast(model, dtype)
     return model.to(device).eval()
+
+
+def _cast(model: "PreTrainedModel", dtype: torch.dtype) -> None:
+    """Change the dtype as `from_pretrained` does, which leaves alone what it computes: rotary frequencies need fp32."""
+    computed = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    ]
+    model.to(dtype=dtype)
+    for module, name, buffer in computed:
+        setattr(module, name, buffer)
 
 
 def _name_in_memory(model: "PreTrainedModel") -> str:

@@ -1,0 +1,67 @@
+"""Compiles kernels for a Hopper GPU on a machine that has none; nothing is run. For a process of its own.
+
+Importing this replaces Triton's driver: launches then take CPU tensors, compile, and do nothing.
+"""
+
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from specdec.kernels.formats import FORMATS, Pages, QuantizedPages
+from specdec.kernels.gpu import attention
+from specdec.kernels.work import uniform_work
+
+COMPILED: list[tuple[str, dict[str, str]]] = []
+"""Name of each kernel that was launched, and what was made of it: its "ttgir", its "ptx"."""
+
+
+class _Driver:
+    """A GPU of compute capability 9.0."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+_launch = JITFunction.run
+
+
+def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    compiled = _launch(kernel, *args, grid=grid, warmup=True, **options)
+    COMPILED.append((kernel.__name__, compiled.asm))
+    return compiled
+
+
+driver.set_active(_Driver())
+JITFunction.run = _compile
+
+
+def attend(pages_format: str | None, num_nodes: int, *, chains: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of 128 values."""
+    heads, kv_heads, dim = 32, 8, 128
+    pages: list[Pages] = [torch.zeros(1, 16, kv_heads, dim, dtype=dtype) for _ in "kv"]
+    if pages_format is not None:
+        how = FORMATS[pages_format].of_head_dim(dim)
+        pages = [
+            QuantizedPages(
+                torch.zeros(1, 16, kv_heads, how.code_width(dim), dtype=torch.uint8),
+                torch.zeros(1, 16, kv_heads, how.num_scales(dim), dtype=torch.float16),
+                how,
+            )
+            for _ in "kv"
+        ]
+    rows = torch.zeros(num_nodes, dtype=torch.int64)
+    group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
+    work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, kv_heads, dim, 1024, chains)
+    attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
