@@ -28,10 +28,21 @@ class Guesses(Protocol):
         """
         ...
 
-    def on_device(self, query: DeviceQuery, num_nodes: int) -> Tensor:
+    @property
+    def num_found(self) -> int:
+        """M, candidates that are found for a whole tree, its root among them."""
+        ...
+
+    def on_device(self, query: DeviceQuery, positions: Tensor, found: Tensor, num_nodes: int) -> Tensor:
         """Return the tree's first `num_nodes` tokens, root included, [S, num_nodes] int64, for S sequences.
 
         Nothing may be asked of the host or copied from it. Where no hidden state is known, any tokens are.
+
+        Args:
+            query: the sequences.
+            positions: [S] int64, output positions of the roots' children.
+            found: [S, M] int64, the roots in the first column; the others are room for candidates.
+            num_nodes: at least 2.
         """
         ...
 
@@ -84,10 +95,12 @@ class HeadsDrafter:
 
     def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first nodes of the tree, the root alone where no hidden state is known; see `DraftsOnDevice`."""
-        tokens = self._guesses.on_device(query, num_nodes) if num_nodes > 1 else query.roots()
-        parents = self._parents[:num_nodes].expand_as(tokens).contiguous()
-        size = torch.where(query.has_hidden, num_nodes, 1).where(query.lengths > 0, 0)
-        return tokens, parents, size.to(torch.int32)
+        from specdec.kernels.gpu.roots import roots
+
+        known = query.history, query.lengths, query.prompt_lens, query.has_hidden
+        found, positions, sizes = roots(*known, num_nodes, self._guesses.num_found if num_nodes > 1 else 1)
+        tokens = self._guesses.on_device(query, positions, found, num_nodes) if num_nodes > 1 else found
+        return tokens, self._parents[:num_nodes].expand_as(tokens), sizes
 
     def hidden_of(self, request_ids: Sequence[int]) -> list[Tensor | None]:
         """Return what captured steps go on from; see `KeepsHidden`."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specdec.drafters.choices import Choice
 from specdec.drafters.coupling import coupled_scores
+from specdec.drafters.device_candidates import DeviceCandidates
 from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget
 
@@ -24,10 +25,15 @@ class MedusaGuesses:
         self._heads, self._choices = heads, choices
         self._lm_head = target.head_for(heads.token_ids if heads.projection is None else None)
 
-        def put(values: list[int]) -> Tensor:  # here, because nothing can be copied from the host during a capture
-            return torch.tensor(values, dtype=torch.int64, device=target.device)
-
-        self._head, self._rank = put([len(choice) - 1 for choice in choices]), put([choice[-1] for choice in choices])
+        self._candidates = DeviceCandidates(heads, self._lm_head)
+        self._num_heads, self._num_ranks = (
+            max((len(choice) for choice in choices), default=0),
+            1 + max((choice[-1] for choice in choices), default=0),
+        )
+        places = [0, *(1 + (len(choice) - 1) * self._num_ranks + choice[-1] for choice in choices)]
+        # here, because nothing can be copied from the host during a capture
+        self._places = torch.tensor(places, device=target.device)
+        self.num_found = 1 + self._num_heads * self._num_ranks
 
     def on_host(self, queries: Sequence[DraftQuery], hidden: Tensor, choices: Sequence[Choice]) -> list[list[int]]:
         """Return tokens for the first choices; see `Guesses`."""
@@ -40,23 +46,11 @@ class MedusaGuesses:
         candidates = self._heads.tokens_of(columns).tolist()  # [R][K'][ranks]
         return [[ranked[len(choice) - 1][choice[-1]] for choice in choices] for ranked in candidates]
 
-    def on_device(self, query: DeviceQuery, num_nodes: int) -> Tensor:
+    def on_device(self, query: DeviceQuery, positions: Tensor, found: Tensor, num_nodes: int) -> Tensor:
         """Return the tokens of the first nodes; see `Guesses`."""
-        from specdec.kernels.gpu.rank import rank
-
         choices = self._choices[: num_nodes - 1]
-        num_heads = max(len(choice) for choice in choices)
-        logits = self._heads(query.hidden, self._lm_head, num_heads)  # [S, K', V]
-        positions = query.first_positions().unsqueeze(1) + torch.arange(num_heads, device=logits.device)  # [S, K']
-        num_ranks = 1 + max(choice[-1] for choice in choices)
-        candidates = rank(
-            logits.flatten(0, 1),
-            query.temperature,
-            query.seeds,
-            positions.flatten(),
-            num_ranks,
-            num_heads,
-            self._heads.token_ids,
-        ).view(len(logits), num_heads, num_ranks)
-        drafts = candidates[:, self._head[: len(choices)], self._rank[: len(choices)]]
-        return torch.cat([query.roots(), drafts], 1)
+        num_heads, num_ranks = max(len(choice) for choice in choices), 1 + max(choice[-1] for choice in choices)
+        states = self._heads.states(query.hidden, num_heads=num_heads)  # [S, K', H]
+        ranked = found[:, 1:].view(len(found), self._num_heads, self._num_ranks)
+        self._candidates.of_heads(query, positions, states, ranked[:, :num_heads, :num_ranks])
+        return found.index_select(1, self._places[:num_nodes])

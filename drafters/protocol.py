@@ -99,6 +99,16 @@ class DraftTarget:
         return self.head_rows(token_ids)
 
 
+@runtime_checkable
+class HasMatrix(Protocol):
+    """What a head has besides whose scores may be a product alone, which kernels can take apart."""
+
+    @property
+    def matrix(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Its weight [V, H] and bias [V] or None; None if its scores are more than their product."""
+        ...
+
+
 class Drafter(Protocol):
     """Guesses a tree of continuations for each sequence. Never changes what is emitted, only how fast."""
 
@@ -171,10 +181,6 @@ class DeviceQuery:
     def roots(self) -> torch.Tensor:
         """Return the last token of each sequence, [S, 1] int64; any token of inactive ones."""
         return self.history.gather(1, (self.lengths - 1).clamp(min=0).unsqueeze(1)).to(torch.int64)
-
-    def first_positions(self) -> torch.Tensor:
-        """Return the output position of the root's children, [S] int64; any position of inactive sequences."""
-        return (self.lengths - self.prompt_lens).clamp(min=0)
 
 
 @runtime_checkable

@@ -6,17 +6,18 @@ Source: Cheng et al., "Recurrent Drafter for Fast Speculative Decoding in Large 
 """
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from specdec.drafters.draft_heads import DraftHeads, HeadsConfig
+from specdec.kernels.cell import next_state
 
 
 class RecurrentHeads(DraftHeads):
     """K heads: s_k = s_{k-1} + D SiLU(U [norm(s_{k-1}), norm(e_k)] + b) + c, then a projection of s_k.
 
     s_{-1} is the base's hidden state, e_0 the input embedding of the root that it yields, e_k that of the k-th draft
-    token behind it; norm divides by the root mean square. D and c start at zero, so new heads are the identity.
+    token behind it; norm divides by the root mean square, for embeddings are often much smaller than hidden states and
+    would hardly be heard at first. D and c start at zero, so new heads are the identity.
     """
 
     def __init__(
@@ -49,11 +50,5 @@ class RecurrentHeads(DraftHeads):
 
     def _cell(self, state: Tensor, token: Tensor) -> Tensor:
         """The next state of states [R, H] and embeddings [R, H]."""
-        x = torch.cat([_normed(state), _normed(token)], -1)
-        down: Tensor = self.down(F.silu(self.up(x)))
-        return state + down
-
-
-def _normed(x: Tensor) -> Tensor:
-    """Embeddings are often much smaller than hidden states: unscaled, they would hardly be heard at first."""
-    return F.rms_norm(x, x.shape[-1:])
+        up, down = self.up, self.down
+        return next_state(state, token, up.weight, up.bias, down.weight, down.bias)

@@ -20,7 +20,7 @@ from specdec.errors import ConfigError
 from specdec.kernels.linear import linear
 from specdec.models.cachecheck import check_cache
 from specdec.models.decoder import Decoder
-from specdec.models.head import OutputHead
+from specdec.models.head import DecoderHead, OutputHead
 from specdec.models.hf import HFModel
 from specdec.models.load import make_target
 from specdec.models.support import quantized_by
@@ -98,7 +98,7 @@ def draft_target(
         vocab_size=packed.vocab_size,
         device=packed.device,
         dtype=packed.dtype,
-        lm_head=packed.logits,
+        lm_head=DecoderHead(packed) if isinstance(packed, Decoder) else packed.logits,
         fingerprint=base_fingerprint(model),
         model=packed,
         tokenizer=tokenizer,

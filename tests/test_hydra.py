@@ -195,6 +195,9 @@ def test_budget_takes_the_first_nodes() -> None:
     for budget in range(1, 20):
         assert drafter.propose([query(0, 4, budget)]).tokens_of(0) == whole[:budget]
     assert drafter_of(random_heads(), max_nodes=3).choices == ((0,), (0, 0))
+    alone = drafter_of(random_heads(), max_nodes=1)
+    alone.observe(Observation([0], [3], torch.randn(3, H)))
+    assert alone.choices == () and alone.propose([query(0, 4)]).num_nodes(0) == 1
     drafter.forget([0])
     assert drafter.propose([query(0, 4)]).num_nodes(0) == 1
 

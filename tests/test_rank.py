@@ -5,11 +5,16 @@ import torch
 
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, Observation
 from specdec.kernels import rank as torch_rank
+from specdec.kernels.gpu import candidates as gpu_candidates
+from specdec.kernels.gpu import cell as gpu_cell
 from specdec.kernels.gpu import rank as gpu_rank
 from specdec.kernels.gumbel import gumbel_noise
+from specdec.models.decoder import Decoder
+from specdec.models.head import DecoderHead, OutputHead
 from specdec.params import SamplingParams
 from tests.conftest import tiny_llama
-from tests.hydra import random_hydra
+from tests.families import tiny_model
+from tests.hydra import random_hydra, random_recurrent
 from tests.kernels import DEVICE, DTYPES, ON_GPU
 from tests.medusa import random_medusa
 
@@ -69,30 +74,37 @@ def test_sizes_that_do_not_fit_are_refused(rank):
         rank(*arguments, 3)
 
 
-HEADS = pytest.mark.parametrize("random_heads", [random_medusa, random_hydra], ids=["medusa", "hydra"])
+HEADS = pytest.mark.parametrize(
+    "random_heads", [random_medusa, random_hydra, random_recurrent], ids=["medusa", "hydra", "recurrent"]
+)
 
 
-@HEADS
-@pytest.mark.parametrize(("num_nodes", "draft_vocab"), [(1, None), (2, None), (4, 31), (6, None), (6, 31)])
-def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes, draft_vocab):
-    """The third sequence has no hidden state, the fourth is inactive."""
-    model = tiny_llama(dtype=torch.float32, num_hidden_layers=1).to(DEVICE)
-    drafter = random_heads(model, draft_vocab=draft_vocab)
+def device_query() -> DeviceQuery:
+    """Sequences for heads of a hidden size of 32. The third one has no hidden state, the fourth is inactive."""
     hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    histories = [[3, 4, 5], [9, 8, 7, 6], [1, 2]]
-    params = [SamplingParams(seed=5), SamplingParams(seed=6, temperature=1.3), SamplingParams(seed=7)]
-    drafter.observe(Observation([0, 1], [2, 3], hidden.repeat_interleave(put([2, 3]), 0)))
-    tree = drafter.propose(
-        [DraftQuery(i, h, 1, num_nodes, p) for i, (h, p) in enumerate(zip(histories, params, strict=True))]
-    )
-    query = DeviceQuery(
-        history=torch.tensor([h + [0] * (8 - len(h)) for h in [*histories, []]], dtype=torch.int32, device=DEVICE),
+    histories = [[3, 4, 5], [9, 8, 7, 6], [1, 2], []]
+    return DeviceQuery(
+        history=torch.tensor([h + [0] * (8 - len(h)) for h in histories], dtype=torch.int32, device=DEVICE),
         lengths=put([3, 4, 2, 0]),
         prompt_lens=put([2, 3, 1, 0]),
         seeds=put([5, 6, 7, 0]),
         temperature=put([0, 1.3, 0, 0], torch.float32),
         hidden=torch.cat([hidden, torch.full_like(hidden, torch.nan)]),
         has_hidden=put([1, 1, 0, 0], torch.bool),
+    )
+
+
+@HEADS
+@pytest.mark.parametrize(("num_nodes", "draft_vocab"), [(1, None), (2, None), (4, 31), (6, None), (6, 31)])
+def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes, draft_vocab):
+    model = tiny_llama(dtype=torch.float32, num_hidden_layers=1).to(DEVICE)
+    drafter = random_heads(model, draft_vocab=draft_vocab)
+    query = device_query()
+    histories = [row[:length] for row, length in zip(query.history.tolist(), query.lengths.tolist(), strict=True)]
+    params = [SamplingParams(seed=5), SamplingParams(seed=6, temperature=1.3), SamplingParams(seed=7)]
+    drafter.observe(Observation([0, 1], [2, 3], query.hidden[:2].repeat_interleave(put([2, 3]), 0)))
+    tree = drafter.propose(
+        [DraftQuery(i, h, 1, num_nodes, p) for i, (h, p) in enumerate(zip(histories[:3], params, strict=True))]
     )
     tokens, parents, count = drafter.draft_on_device(query, num_nodes)
     assert count.tolist() == [num_nodes, num_nodes, 1, 0] and count.dtype == torch.int32
@@ -101,6 +113,42 @@ def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes, draft_
         assert not draft_vocab or all(token % 3 == 1 for token in tree.tokens_of(b)[1:])
         assert parents[b, : count[b]].tolist() == tree.parents_of(b)
     assert ((tokens >= 0) & (tokens < 97)).all()
+
+
+@HEADS
+@pytest.mark.parametrize("projection", ["shared", "own"])
+def test_what_kernels_cannot_take_apart_is_composed(random_heads, projection, monkeypatch):
+    """Embeddings and scores that may be more than a matrix; the drafts are the same where they are nothing more."""
+    calls = []
+    for module, name in ((gpu_candidates, "candidates"), (gpu_cell, "cell")):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, k=kernel, n=name, **b: calls.append(n) or k(*a, **b))
+    model = tiny_llama(dtype=torch.float32, num_hidden_layers=1).to(DEVICE)
+    drafter, query = random_heads(model), device_query()
+    guesses = drafter._guesses
+    if projection == "own":
+        own = model.lm_head.weight.detach().flip(0).repeat(3, 1, 1)
+        guesses._heads.projection = torch.nn.Parameter(own, requires_grad=False)
+    fused, *_ = drafter.draft_on_device(query, 6)
+    assert ("candidates" in calls) == (random_heads is not random_medusa or projection == "shared")
+    assert ("cell" in calls) == (random_heads is random_recurrent)
+    head, embed = guesses._lm_head, getattr(guesses, "_embed", None)
+    guesses._candidates._lm_head = lambda states: head(states)
+    guesses._embed = lambda ids: embed(ids)
+    calls.clear()
+    composed, *_ = drafter.draft_on_device(query, 6)
+    assert torch.equal(fused[:2], composed[:2])
+    assert calls == (["candidates"] * 3 if projection == "own" and random_heads is not random_medusa else [])
+
+
+def test_only_heads_that_are_a_product_have_a_matrix():
+    model = tiny_llama(dtype=torch.float32, num_hidden_layers=1)
+    weight, ids = model.lm_head.weight, torch.tensor([3, 50])
+    rows, whole = OutputHead(model, ids).matrix, DecoderHead(Decoder(model)).matrix
+    assert rows is not None and whole is not None and rows[1] is None and whole[1] is None
+    assert torch.equal(rows[0], weight[ids]) and torch.equal(whole[0], weight)
+    capped = tiny_model("gemma2")
+    assert OutputHead(capped, ids).matrix is None and DecoderHead(Decoder(capped)).matrix is None
 
 
 @HEADS

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.ngram import NGramIndex, continuation
-from specdec.kernels import accept, advance, moves, ngram, rows, sample
+from specdec.kernels import accept, advance, keep, moves, ngram, roots, rows, sample
 from specdec.kernels.gpu import accept as gpu_accept
 from specdec.kernels.gpu import advance as gpu_advance
+from specdec.kernels.gpu import keep as gpu_keep
 from specdec.kernels.gpu import moves as gpu_moves
 from specdec.kernels.gpu import ngram as gpu_ngram
+from specdec.kernels.gpu import roots as gpu_roots
 from specdec.kernels.gpu import rows as gpu_rows
 from specdec.kernels.gpu import sample as gpu_sample
 from specdec.kernels.gumbel import gumbel_noise
@@ -35,6 +37,8 @@ ROWS = pytest.mark.parametrize("tree_rows", [rows.tree_rows, gpu_rows.tree_rows]
 MOVES = pytest.mark.parametrize("find_moves", [moves.moves, gpu_moves.moves], ids=["torch", "triton"])
 ADVANCE = pytest.mark.parametrize("append", [advance.advance, gpu_advance.advance], ids=["torch", "triton"])
 NGRAM = pytest.mark.parametrize("lookup", [ngram.ngram_chain, gpu_ngram.ngram_chain], ids=["torch", "triton"])
+KEEP = pytest.mark.parametrize("keep_last", [keep.keep, gpu_keep.keep], ids=["torch", "triton"])
+ROOTS = pytest.mark.parametrize("begin", [roots.roots, gpu_roots.roots], ids=["torch", "triton"])
 INF, NAN = float("inf"), float("nan")
 
 
@@ -171,6 +175,18 @@ def accepted_by_rule(tokens: list[int], parents: list[int], choices: list[int]) 
     return list(won.path), list(won.tokens)
 
 
+def walked(
+    walk: Callable[..., tuple[Tensor, Tensor]], tokens: Tensor, parents: Tensor, num_nodes: list[int], choices: Tensor
+) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
+    """Path, tokens, how many, and whether the walk ended at a leaf; the counts are checked."""
+    width = tokens.shape[1]
+    out = torch.full((len(tokens), width + 3), -7, device=DEVICE)
+    path, num_accepted = walk(tokens, parents, put(num_nodes, torch.int32), choices, out)
+    assert out[:, width + 1].tolist() == num_accepted.tolist() and out[:, width + 2].tolist() == num_nodes
+    assert set(out[:, width].tolist()) <= {0, 1}
+    return path, out[:, :width], num_accepted, out[:, width].bool().tolist()
+
+
 @ACCEPT
 @pytest.mark.parametrize(("width", "num_nodes"), SIZES)
 def test_the_walk_is_the_rules(walk, width, num_nodes):
@@ -179,8 +195,8 @@ def test_the_walk_is_the_rules(walk, width, num_nodes):
         rng = random.Random(seed)
         choices = [[rng.choice([1, 1, 0, 2]) for _ in nodes] for nodes in tokens]
         tokens = [[rng.choice([token, 1]) for token in nodes] for nodes in tokens]
-        path, emitted, num_accepted = walk(
-            padded(tokens, width, 1), padded(parents, width, 0), put(num_nodes, torch.int32), padded(choices, width, 1)
+        path, emitted, num_accepted, leaf = walked(
+            walk, padded(tokens, width, 1), padded(parents, width, 0), num_nodes, padded(choices, width, 1)
         )
         assert num_accepted.dtype == torch.int32
         for b, count in enumerate(num_nodes):
@@ -188,28 +204,33 @@ def test_the_walk_is_the_rules(walk, width, num_nodes):
             assert num_accepted[b] == len(won[0])
             assert path[b].tolist() == won[0] + [-1] * (width - len(won[0]))
             assert emitted[b].tolist() == won[1] + [-1] * (width - len(won[1]))
+            assert leaf[b] == (not won[0] or won[0][-1] not in parents[b])
 
 
 @ACCEPT
 def test_no_choice_is_emitted_and_ends_the_walk_even_at_a_child_that_holds_it(walk):
     tokens, parents = put([[5, 6, -1, 7], [5, 6, 7, 8]]), put([[-1, 0, 1, 2], [-1, 0, 1, 2]])
-    path, emitted, num_accepted = walk(tokens, parents, put([4, 4], torch.int32), put([[6, -1, 7, 8], [-1, 7, 8, 9]]))
+    path, emitted, num_accepted, leaf = walked(walk, tokens, parents, [4, 4], put([[6, -1, 7, 8], [-1, 7, 8, 9]]))
     assert path.tolist() == [[0, 1, -1, -1], [0, -1, -1, -1]]
     assert emitted.tolist() == [[6, -1, -1, -1], [-1, -1, -1, -1]]
-    assert num_accepted.tolist() == [2, 1]
+    assert num_accepted.tolist() == [2, 1] and leaf == [False, False]
 
 
 @ACCEPT
 def test_a_walk_through_a_whole_chain_takes_every_node(walk):
-    tokens, parents = put([list(range(64))]), put([chain_parents(64)])
-    path, emitted, num_accepted = walk(tokens, parents, put([64], torch.int32), tokens + 1)
-    assert (path[0].tolist(), emitted[0].tolist(), num_accepted.item()) == (list(range(64)), list(range(1, 65)), 64)
+    tokens, parents = put([list(range(64))] * 2), put([chain_parents(64)]).expand(2, -1)  # one row for all
+    path, emitted, num_accepted, leaf = walked(walk, tokens, parents, [64, 3], tokens + 1)
+    assert (path[0].tolist(), emitted[0].tolist(), leaf) == (list(range(64)), list(range(1, 65)), [True, True])
+    assert num_accepted.tolist() == [64, 3]
 
 
 @ACCEPT
 def test_shapes_that_do_not_fit_the_walk_are_refused(walk):
-    with pytest.raises(ValueError, match="must be"):
-        walk(put([[0, 1]]), put([[-1]]), put([1], torch.int32), put([[0, 1]]))
+    one, two = put([1], torch.int32), put([[0, 1]])
+    with pytest.raises(ValueError, match="tokens, parents and choices must be"):
+        walk(two, put([[-1]]), one, two, put([[0] * 5]))
+    with pytest.raises(ValueError, match=r"out must be \[B, n \+ 3\] = \[1, 5\]"):
+        walk(two, two, one, two, put([[0] * 4]))
 
 
 @ROWS
@@ -219,32 +240,41 @@ def test_rows_are_those_of_the_trees_and_the_block_table(tree_rows, width, num_n
     _, parents = forest(num_nodes, 0)
     lengths = [1, 30, 100, 47, 64][: len(num_nodes)]
     table = torch.randperm(len(lengths) * 12, generator=torch.Generator().manual_seed(0)).view(-1, 12).int()
-    positions, slots, ancestors = tree_rows(
-        padded(parents, width, 0), put(num_nodes, torch.int32), put(lengths), table.to(DEVICE), block_size
-    )
-    for b, count in enumerate(num_nodes):
-        tree = TokenTree.build([[0] * max(count, 1)], [parents[b] or [-1]])
+    prompts, most = [length - length // 2 for length in lengths], [64, 3, 64, 2, 64][: len(num_nodes)]
+    nodes = put(num_nodes, torch.int32), put(most, torch.int32)
+    rows = tree_rows(padded(parents, width, 0), *nodes, put(lengths), put(prompts), table.to(DEVICE), block_size)
+    positions, slots, ancestors = rows.positions, rows.slots, rows.ancestors
+    left = [min(count, limit) for count, limit in zip(num_nodes, most, strict=True)]
+    assert rows.num_nodes.tolist() == left and rows.contexts.tolist() == [length - 1 for length in lengths]
+    assert rows.num_nodes.dtype == rows.contexts.dtype == torch.int32
+    for b, count in enumerate(left):
+        tree = TokenTree.build([[0] * max(count, 1)], [parents[b][:count] or [-1]])
         context, padding = lengths[b] - 1, width - count
         keys = range(context, context + count)
         assert positions[b].tolist() == [context + d for d in tree.depth.tolist()[:count]] + [0] * padding
+        assert (rows.outputs[b, :count] == positions[b, :count] + 1 - prompts[b]).all()
         assert slots[b].tolist() == [slot(table[b].tolist(), key, block_size) for key in keys] + [-1] * padding
         assert ancestors[b].tolist() == tree.ancestors.tolist()[:count] + [0] * padding
 
 
 @ROWS
 def test_keys_behind_the_block_table_have_no_slot(tree_rows):
-    table = put([[3, 5]], torch.int32)
-    _, slots, _ = tree_rows(put([chain_parents(4)]), put([4], torch.int32), put([31]), table, 16)
-    assert slots.tolist() == [[94, 95, -1, -1]]
+    """The parents of all sequences may be one row."""
+    table, four = put([[3, 5], [1, 2]], torch.int32), put([4, 4], torch.int32)
+    parents = put([chain_parents(4)]).expand(2, -1)
+    rows = tree_rows(parents, four, four, put([31, 7]), put([2, 2]), table, 16)
+    assert rows.slots.tolist() == [[94, 95, -1, -1], [22, 23, 24, 25]]
 
 
 @ROWS
 def test_shapes_that_do_not_fit_the_rows_are_refused(tree_rows):
     one = put([1], torch.int32)
     with pytest.raises(ValueError, match="blocks differ"):
-        tree_rows(put([[-1]]), one, put([1, 1]), put([[0]], torch.int32), 16)
+        tree_rows(put([[-1]]), one, one, put([1, 1]), put([1]), put([[0]], torch.int32), 16)
+    with pytest.raises(ValueError, match="blocks differ"):
+        tree_rows(put([[-1]]), one, one, put([1]), put([1, 1]), put([[0]], torch.int32), 16)
     with pytest.raises(ValueError, match="at most 64 nodes, not 65"):
-        tree_rows(put([chain_parents(65)]), one, put([1]), put([[0]], torch.int32), 16)
+        tree_rows(put([chain_parents(65)]), one, one, put([1]), put([1]), put([[0]], torch.int32), 16)
 
 
 @MOVES
@@ -382,16 +412,19 @@ def test_a_step_is_captured_once_and_replayed_with_what_changed():
     lengths, table = put([50, 0, 9, 120]), put([list(range(b * 20, b * 20 + 20)) for b in range(4)], torch.int32)
     logits = torch.randn(32, 3, generator=generator).to(DEVICE)
     settings = (put([0.0, 1.0, 0.7, 2.0], torch.float32), put([1, 2, 3, 4]))
+    most, prompts = put([8, 8, 3, 8], torch.int32), put([20, 3, 9, 5])
 
     def step(kernels: tuple, history: Tensor, lengths: Tensor) -> list[Tensor]:
         propose, lay_out, choose, walk, find_moves, append = kernels
         tokens, parents, num_nodes, match = propose(history, lengths, 8, 4, 1)
-        positions, slots, ancestors = lay_out(parents, num_nodes, lengths, table, 16)
-        choices = choose(logits, *settings, positions.flatten(), 3, 8).view(4, 8)
-        path, emitted, num_accepted = walk(tokens, parents, num_nodes, choices)
+        rows = lay_out(parents, num_nodes, most, lengths, prompts, table, 16)
+        choices = choose(logits, *settings, rows.outputs.flatten(), 3, 8).view(4, 8)
+        out = torch.empty(4, 11, dtype=torch.int64, device=DEVICE)
+        path, num_accepted = walk(tokens, parents, rows.num_nodes, choices, out)
         src, dst = find_moves(path, num_accepted, lengths, table, 16)
-        append(history, lengths, emitted, num_accepted)
-        return [tokens, match, positions, slots, ancestors, path, emitted, num_accepted, src, dst]
+        append(history, lengths, out[:, :8], num_accepted)
+        laid = [rows.num_nodes, rows.contexts, rows.positions, rows.outputs, rows.slots, rows.ancestors]
+        return [tokens, match, *laid, path, out, num_accepted, src, dst]
 
     want_history, want_lengths = history.clone(), lengths.clone()
     step(TRITON, history.clone(), lengths.clone())  # compiles, which a capture must not
@@ -402,3 +435,44 @@ def test_a_step_is_captured_once_and_replayed_with_what_changed():
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert torch.equal(history, want_history) and torch.equal(lengths, want_lengths)
     assert lengths[1] == 0 and lengths.sum() > 179 + 3 * 2
+
+
+# ---- what heads need from step to step ----
+
+
+@KEEP
+@pytest.mark.parametrize("size", [5, 1500])
+def test_the_hidden_state_of_the_last_accepted_node_is_kept(keep_last, size):
+    hidden = torch.randn(4, 3, size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    path, num_accepted = put([[0, 2, -1], [0, -1, -1], [-1] * 3, [-1] * 3]), put([2, 1, 0, 0], torch.int32)
+    kept, known = torch.full((4, size), 9.0, device=DEVICE), put([0, 0, 1, 0], torch.bool)
+    keep_last(hidden, path, num_accepted, kept, known)
+    assert torch.equal(kept, torch.stack([hidden[0, 2], hidden[1, 0], *torch.full_like(kept[2:], 9.0)]))
+    assert known.tolist() == [True, True, True, False]
+
+
+@KEEP
+def test_shapes_that_cannot_be_kept_are_refused(keep_last):
+    hidden, path, kept = torch.zeros(2, 3, 4, device=DEVICE), put([[-1] * 3] * 2), torch.zeros(2, 4, device=DEVICE)
+    none, known = put([0, 0], torch.int32), put([0, 0], torch.bool)
+    with pytest.raises(ValueError, match="don't fit each other"):
+        keep_last(hidden, path, none, kept[:, :3], known)
+    with pytest.raises(ValueError, match="don't fit each other"):
+        keep_last(hidden, path, none, kept, known[:1])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        keep_last(hidden, path, none, torch.zeros(4, 2, device=DEVICE).T, known)
+
+
+@ROOTS
+@pytest.mark.parametrize("num_nodes", [1, 6])
+def test_roots_are_the_last_tokens(begin, num_nodes):
+    """The third sequence has no hidden state, the last one is inactive."""
+    history = put([[5, 6, 7, 0], [8, 9, 0, 0], [4, 3, 2, 1], [3, 0, 0, 0]], torch.int32)
+    lengths, prompts = put([3, 2, 4, 0]), put([1, 2, 2, 2])
+    found, positions, sizes = begin(history, lengths, prompts, put([1, 1, 0, 1], torch.bool), num_nodes, 9)
+    assert found.shape == (4, 9) and found[:3, 0].tolist() == [7, 9, 1] and found[3, 0] in (3, 0)
+    assert positions[:3].tolist() == [2, 0, 2] and positions[3] >= 0
+    assert sizes.tolist() == [num_nodes, num_nodes, 1, 0]
+    assert (found.dtype, positions.dtype, sizes.dtype) == (torch.int64, torch.int64, torch.int32)
+    with pytest.raises(ValueError, match="sizes of history"):
+        begin(history, lengths[:3], prompts, put([1] * 4, torch.bool), num_nodes, 9)

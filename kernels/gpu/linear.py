@@ -54,7 +54,7 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
 
 
 @triton.jit
-def _tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
+def tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
     """Which tile a program takes: eight row tiles share a column of weights while it is in the cache."""
     wide, high = tl.cdiv(num_out, OUT), tl.cdiv(num_rows, ROWS)
     program = tl.program_id(0)
@@ -69,7 +69,7 @@ def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row_tile, out_tile = _tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = out_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     at = tl.arange(0, BLOCK_K)
@@ -96,7 +96,7 @@ def _gated_linear_kernel(
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    row_tile, out_tile = _tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = out_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     at = tl.arange(0, BLOCK_K)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 from specdec.kernels.gpu.rows import slots_of
 from specdec.kernels.rows import check_shapes
 
@@ -21,7 +22,9 @@ def _moves_kernel(
     num_blocks,
     BLOCK_SIZE: tl.constexpr,
     NODES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, NODES)
     accepted = depth < tl.minimum(tl.load(num_accepted_ptr + sequence), n)
@@ -70,5 +73,6 @@ def moves(
         block_size,
         triton.next_power_of_2(num_columns),
         num_warps=1,
+        **overlap(path.device),
     )
     return src, dst

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 from specdec.kernels.sample import MIN_TEMPERATURE, check_sizes
 
 _BLOCK = 1024  # ids a program; a maximum doesn't depend on how it is split
@@ -26,7 +27,7 @@ def _gumbel(words):
 
 
 @triton.jit
-def _noise_at(seed, position, token):
+def noise_at(seed, position, token):
     """The noise of any token ids [BLOCK]: each takes its word of its own counter."""
     token = token.to(tl.int32)
     a, b, c, d = tl.philox(seed, token // 4, position.to(tl.uint32), 0, 0)
@@ -64,7 +65,7 @@ def scores_of(
         # `/` is not correctly rounded on float32, and a last bit can turn a decision.
         scores = tl.div_rn(scores, tl.maximum(temperature, MIN_TEMPERATURE))
         if MAPPED:
-            scores += _noise_at(seed, position, tl.load(token_ids_ptr + token, mask=token < num_tokens, other=0))
+            scores += noise_at(seed, position, tl.load(token_ids_ptr + token, mask=token < num_tokens, other=0))
         else:
             scores += _noise(seed, position, first_token, BLOCK)
     return scores
@@ -117,7 +118,8 @@ def _block_kernel(
 
 
 @triton.jit
-def _row_kernel(best_ptr, token_ptr, out_ptr, num_blocks, BLOCKS: tl.constexpr):
+def _row_kernel(best_ptr, token_ptr, out_ptr, num_blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     partial = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
@@ -174,5 +176,6 @@ def choose(
         MIN_TEMPERATURE,
         _BLOCK,
     )
-    _row_kernel[(num_rows,)](best, token, out, num_blocks, triton.next_power_of_2(num_blocks), num_warps=1)
+    width = triton.next_power_of_2(num_blocks)
+    _row_kernel[(num_rows,)](best, token, out, num_blocks, width, num_warps=1, **overlap(logits.device))
     return out

@@ -14,6 +14,7 @@ from specdec.engine.state import DeviceState
 from specdec.kernels.cuts import cut
 from specdec.kernels.gpu.accept import accept
 from specdec.kernels.gpu.advance import advance
+from specdec.kernels.gpu.keep import keep
 from specdec.kernels.gpu.moves import moves
 from specdec.kernels.gpu.rows import tree_rows
 from specdec.kernels.gpu.sample import choose
@@ -91,36 +92,26 @@ class DeviceStep:
         b, n = self.bucket.num_seqs, self.bucket.num_nodes
         s = self._state
         lengths, table = s.lengths[:b], s.block_table[:b]
-        tokens, parents, num_nodes = self._drafter.draft_on_device(s.query(b), n)
-        num_nodes = num_nodes.minimum(s.max_nodes[:b])  # parents stand before their children: what is left is a tree
-        positions, slots, ancestors = tree_rows(parents, num_nodes, lengths, table, self._pages.block_size)
+        tokens, parents, drafted = self._drafter.draft_on_device(s.query(b), n)
+        rows = tree_rows(parents, drafted, s.max_nodes[:b], lengths, s.prompt_lens[:b], table, self._pages.block_size)
         work = replace(
             self._work,
-            context_lens=(lengths - 1).to(torch.int32),
-            positions=positions.view(-1),
-            ancestors=ancestors.view(-1),
+            context_lens=rows.contexts,
+            positions=rows.positions.view(-1),
+            ancestors=rows.ancestors.view(-1),
         )
-        hidden = self._model.forward(Batch(tokens.view(-1), slots.view(-1), work), self._pages)
-        at = (positions + 1 - s.prompt_lens[:b, None]).view(-1)  # output position of the token chosen at each node
+        hidden = self._model.forward(Batch(tokens.view(-1), rows.slots.view(-1), work), self._pages)
+        at = rows.outputs.view(-1)
         logits, real = self._model.logits(hidden), self._num_real_tokens
         if self.bucket.cuts:
             logits = cut(logits, s.temperature[:b], s.top_k[:b], s.top_p[:b], s.min_p[:b], real, rows_per_sequence=n)
         choices = choose(logits, s.temperature[:b], s.seeds[:b], at, real, rows_per_sequence=n)
-        path, emitted, num_accepted = accept(tokens, parents, num_nodes, choices.view(b, n))
+        path, num_accepted = accept(tokens, parents, rows.num_nodes, choices.view(b, n), self.out)
         if not self._chains:
             self._pages.commit_slots(*moves(path, num_accepted, lengths, table, self._pages.block_size))
-        s.keep_hidden(hidden.view(b, n, -1), path, num_accepted)
-        advance(s.history[:b], lengths, emitted, num_accepted)
-        leaf = num_accepted == num_nodes if self._chains else _ends_at_leaf(parents, num_nodes, path)
-        counts = torch.stack([leaf.to(torch.int32), num_accepted, num_nodes], 1)  # [B, 3]
-        torch.cat([emitted, counts.long()], 1, out=self.out)
-
-
-def _ends_at_leaf(parents: Tensor, num_nodes: Tensor, path: Tensor) -> Tensor:
-    """[B] bool, whether the last node of each path [B, n], padded with -1, has no child in its tree."""
-    inside = torch.arange(parents.shape[1], device=parents.device) < num_nodes.unsqueeze(1)
-    last = path.amax(1, keepdim=True)  # nodes stand behind their parents
-    return ((parents != last) | ~inside).all(1)
+        if s.hidden.shape[1]:
+            keep(hidden.view(b, n, -1), path, num_accepted, s.hidden[:b], s.has_hidden[:b])
+        advance(s.history[:b], lengths, self.out[:, :n], num_accepted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,22 +107,6 @@ class DeviceState:
         nothing = torch.zeros_like(self.hidden[0])
         self.hidden[: len(rows)] = torch.stack([nothing if row is None else row for row in rows])
 
-    def keep_hidden(self, hidden: Tensor, path: Tensor, num_accepted: Tensor) -> None:
-        """Keep the hidden state of each sequence's last accepted node, if hidden states are kept.
-
-        Args:
-            hidden: [B, n, H] of a step's nodes.
-            path: [B, n] int64, accepted nodes, padded with -1.
-            num_accepted: [B] int32, nodes on each path; sequences with 0 stay untouched.
-        """
-        if not self.hidden.shape[1]:
-            return
-        count, active = len(path), num_accepted.unsqueeze(1) > 0  # [B, 1]
-        last = path.amax(1).clamp(min=0)  # [B]; nodes stand behind their parents
-        rows = hidden.flatten(0, 1)[torch.arange(count, device=path.device) * path.shape[1] + last]  # [B, H]
-        self.hidden[:count].copy_(rows.where(active, self.hidden[:count]))
-        self.has_hidden[:count].logical_or_(active.squeeze(1))
-
     def query(self, num_seqs: int) -> DeviceQuery:
         """Return what a drafter is given of the first sequences: views, no copies."""
         return DeviceQuery(*(getattr(self, field.name)[:num_seqs] for field in fields(DeviceQuery)))

@@ -1,4 +1,4 @@
-"""A model's output head, whole or for some tokens. Knows Hugging Face models; no batches."""
+"""A model's output head, whole or for some tokens. Knows Hugging Face models and decoders; no batches."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModel
+from specdec.models.decoder import Decoder
+
+Matrix = tuple[Tensor, Tensor | None]
+"""Weight [V, H] and bias [V] or None of a product."""
 
 
 class OutputHead:
@@ -29,10 +33,17 @@ class OutputHead:
     ) -> None:
         head: Any = model.get_output_embeddings()
         self._dtype: torch.dtype = head.weight.dtype
-        self._product = head if token_ids is None else _rows(head, token_ids, linear)
+        rows = None if token_ids is None else _rows(head, token_ids)
+        self._product = head if rows is None else partial(linear, weight=rows[0], bias=rows[1])
+        self._rows = rows
         config = model.config.get_text_config()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """Weight and bias that give the scores of some tokens by their product alone; None if more is done, or all."""
+        return self._rows if self._scale == 1 and self._softcap is None else None
 
     def __call__(self, states: Tensor) -> Tensor:
         """Score the vocabulary, or its tokens: [R, H] to [R, V] or [R, D]."""
@@ -41,8 +52,25 @@ class OutputHead:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
-def _rows(head: Any, token_ids: Tensor, linear: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    """The product with some rows of the head's weight, which are copied."""
+class DecoderHead:
+    """A decoder's whole output head."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """Weight and bias that give the scores by their product alone; None if more is done."""
+        w = self._decoder.weights
+        return (w.head, w.head_bias) if w.logit_softcap is None else None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Score the vocabulary: [R, H] to [R, V]."""
+        return self._decoder.logits(states)
+
+
+def _rows(head: Any, token_ids: Tensor) -> Matrix:
+    """Some rows of the head's weight, which are copied."""
     weight, bias = head.weight.detach(), getattr(head, "bias", None)
     if not weight.is_floating_point():
         raise UnsupportedModel(
@@ -50,4 +78,4 @@ def _rows(head: Any, token_ids: Tensor, linear: Callable[..., Tensor]) -> Callab
             "load the model in bf16, or train heads without a draft vocabulary"
         )
     ids = token_ids.to(weight.device)
-    return partial(linear, weight=weight[ids], bias=None if bias is None else bias.detach()[ids])
+    return weight[ids], None if bias is None else bias.detach()[ids]
