@@ -2,8 +2,11 @@
 
     python benchmarks/heads.py HEADS_FOLDER … --json benchmarks/results/heads_smollm2_h100.json
 
-τ counts the bonus token and the prompt's own forward, and is that of the whole tree. Speeds are of one request at a
-time against plain decoding in the same run, from the first token on and with the prompt; trees are cut to some sizes.
+τ counts the bonus token and the prompt's own forward, and is that of the whole tree, measured on many prompts at once.
+Beside it stand what the trainer predicts of these very answers (`tau`), the mean over all their positions, how often
+the first candidate and one of the first five is right, and what was expected where the tree was made; `scored` is the
+share of the answers' tokens that the heads' draft vocabulary holds. Speeds are of one request at a time against plain
+decoding in the same run, from the first token on and with the prompt; trees are cut to some sizes.
 """
 
 import json
@@ -21,6 +24,7 @@ import transformers
 from specdec import LLM, SamplingParams
 from specdec.bench.counts import total
 from specdec.bench.dataset import load_prompts
+from specdec.drafters.draft_heads import DraftHeads
 from specdec.outputs import Completion
 from specdec.training.check import check_tau
 
@@ -82,16 +86,41 @@ def timed_answers(llm: LLM, prompts: list[list[int]], tokens: int) -> Timed:
 
 
 def _measure_tau(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> dict[str, object]:
-    found: dict[str, object] = {f"tau_{t}": taus(llm, prompts, tokens, t) for t in (0.0, 0.7)}
+    """τ at temperatures 0 and 0.7; and for the greedy answers what the trainer predicts of the same tree."""
+    start = time.perf_counter()
+    heads: DraftHeads = llm.engine.drafter._guesses._heads  # type: ignore[attr-defined]
+    answers: list[int] = []
+
+    def ask(ids: list[list[int]]) -> list[Completion]:
+        completions = llm.generate(ids, SamplingParams(max_new_tokens=tokens))
+        answers.extend(token for completion in completions for token in completion.token_ids)
+        return completions
+
     check = check_tau(
-        lambda ids: llm.generate(ids, SamplingParams(max_new_tokens=tokens)),
+        ask,
         llm.hf_model,
-        llm.engine.drafter._guesses._heads,  # type: ignore[attr-defined]
+        heads,
         llm.engine.drafter.choices,  # type: ignore[attr-defined]
         [(ids, name) for name, ids_of in prompts.items() for ids in ids_of],
     )
-    predicted = {"tau": round(check.predicted, 3), "measured": round(check.measured, 3)}
-    return found | {"predicted": predicted | {"difference": round(check.difference, 4)}}
+    columns = heads.columns_of(torch.tensor(answers, device=llm.hf_model.device), -1)
+    greedy = {name: round(value, 3) for name, value in (check.by_category | {"all": check.measured}).items()}
+    return {
+        "nodes": 1 + len(llm.engine.drafter.choices),  # type: ignore[attr-defined]
+        "tau_0.0": greedy,
+        "tau_0.7": taus(llm, prompts, tokens, 0.7),
+        "predicted": {
+            "tau": round(check.predicted, 3),
+            "measured": round(check.measured, 3),
+            "difference": round(check.difference, 4),
+            "all_positions": round(check.expected, 3),
+            "top1": [round(head[0], 3) for head in check.accuracies],
+            "top5": [round(sum(head[:5]), 3) for head in check.accuracies],
+            "when_trained": None if heads.config.chances is None else round(1 + sum(heads.config.chances), 3),
+        },
+        "scored": round((columns >= 0).double().mean().item(), 4),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 @click.command()
@@ -99,6 +128,7 @@ def _measure_tau(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> 
 @click.option("--model", default="smollm2-135m")
 @click.option("--tokens", default=128)
 @click.option("--tau/--no-tau", "with_tau", default=True, help="Whether τ is measured, on all prompts.")
+@click.option("--at-once", default=70, help="Prompts that τ is measured on together.")
 @click.option("--timed", default=2, help="Prompts of each category that are timed.")
 @click.option("--sizes", default="8,16,32,64", help="Nodes of the trees that are timed.")
 @click.option("--prompts", "source", default="builtin", help="`builtin`, or a file as for `specdec bench acceptance`.")
@@ -108,6 +138,7 @@ def main(
     model: str,
     tokens: int,
     with_tau: bool,
+    at_once: int,
     timed: int,
     sizes: str,
     source: str,
@@ -124,7 +155,7 @@ def main(
     rows = []
     for heads in folders:
 
-        def opened(nodes: int, seqs: int, heads: str = heads, **engine_options: bool) -> LLM:
+        def opened(nodes: int, seqs: int, heads: str = heads, **engine_options: int) -> LLM:
             options = {"max_nodes": nodes}
             name = f"{json.loads((Path(heads) / 'config.json').read_text())['kind']}:{heads}"
             return LLM(
@@ -141,7 +172,8 @@ def main(
         row: dict[str, object] = {"heads": Path(heads).name}
         if with_tau:
             # Captured steps take fewer nodes where they don't pay.
-            row |= _measure_tau(opened(64, 16, cuda_graphs=False), prompts, tokens)
+            room = {"max_num_batched_tokens": max(2048, 64 * at_once), "num_blocks": max(512, 64 * at_once)}
+            row |= _measure_tau(opened(64, at_once, cuda_graphs=False, **room), prompts, tokens)
             click.echo(str(row))
         speeds = {}
         for nodes in map(int, sizes.split(",")) if timed else ():

@@ -63,9 +63,9 @@ def measure(
     num_tokens = sum(len(example.input_ids) for example in batch)
     stepper = Stepper(model, heads, TrainConfig(steps=steps, batch_tokens=num_tokens))
     times = []
-    for step in range(steps):
+    for _ in range(steps):
         start = time.perf_counter()
-        stepper.step(step, batch)
+        stepper.step(stepper.prepare(batch), 1e-3)
         times.append(time.perf_counter() - start)
     stepper.evaluate(batch)
     return {

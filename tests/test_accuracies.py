@@ -21,6 +21,7 @@ from specdec.training.accuracies import (
     JointRanks,
     accepted_depths,
     accuracies_of,
+    decoding_stops,
     expected_tau,
     joint_ranks,
     path_counts,
@@ -29,7 +30,14 @@ from specdec.training.accuracies import (
 )
 from specdec.training.check import check_tau, prompts_of
 from specdec.training.data import Example
-from specdec.training.trees import TreeSizes, draft_seconds, fastest_size, trees_from_accuracies, trees_from_ranks
+from specdec.training.trees import (
+    TreeSizes,
+    draft_seconds,
+    fastest_size,
+    trees_from_accuracies,
+    trees_from_ranks,
+    trees_from_replay,
+)
 from tests.conftest import tiny_llama
 from tests.engines import make_engine, run
 from tests.medusa import SIZE, random_medusa, successor, walking_medusa, walking_model
@@ -121,6 +129,19 @@ def test_replay_follows_the_roots_by_hand() -> None:
     joint = JointRanks(rows, torch.tensor([True, True, True, False]), (5, 1))
     assert replayed_tau(joint, [(0,), (0, 0)]) == 6 / (3 + 1)
     assert replayed_tau(joint, []) == 6 / (5 + 1)
+    assert decoding_stops(joint, [(0,), (0, 0)]).tolist() == [True, False, False, True]
+    assert decoding_stops(joint, []).all()
+
+
+def test_trees_suit_the_positions_that_decoding_stops_at() -> None:
+    """Of five positions three are easy, but decoding runs past two of them."""
+    rows = torch.tensor([[0, 0], [0, 0], [0, 0], [1, MISS], [1, MISS]] * 20)
+    joint = JointRanks(rows, torch.ones(100, dtype=torch.bool), (101,))
+    of_all, found = trees_from_ranks(joint.ranks, 2, 3), trees_from_replay(joint, 2, 3)
+    assert of_all.choices == [(0,), (0, 0)] and of_all.tau(3) == pytest.approx(2.2)
+    assert replayed_tau(joint, of_all.choices) == pytest.approx(101 / 61)
+    assert found.choices == [(1,), (0,)] and replayed_tau(joint, found.choices) == pytest.approx(101 / 51)
+    assert found.tau(3) == pytest.approx(2) and found.chances == pytest.approx([0.6, 0.4], abs=0.21)
 
 
 def walk(length: int, start: int = 3) -> tuple[int, ...]:
@@ -198,6 +219,7 @@ def test_tau_is_what_the_engine_measures(wide: bool, draft_vocab: int | None) ->
         ask, model, heads, tree, [(list(walk(4, start)), kind) for start, kind in ((5, "a"), (50, "b"), (70, "a"))]
     )
     assert list(found.by_category) == ["a", "b"] and min(found.by_category.values()) > 1
+    assert len(found.accuracies) == heads.config.num_heads and 0 < found.accuracies[0][0] <= 1
     assert found.num_tokens == 270 and found.measured > 1.1
     assert found.predicted == pytest.approx(found.measured, rel=1e-12) and abs(found.difference) < 1e-9
     assert found.expected == pytest.approx(found.measured, rel=0.03 if wide else 0.2)

@@ -138,6 +138,23 @@ def test_killed_at_random_moments_ends_with_the_same_bits(seed: int, tmp_path: P
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000039", "step-00000040"]
 
 
+def test_a_run_ends_when_its_time_is_spent_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=1 << 40, save_every=2)
+    shares = iter([0.1, 0.25, 0.5, 0.75])
+    with pytest.raises(Stop):
+        run(tmp_path, config, report=stop_at(3), spent=lambda: next(shares))
+    left = iter([0.5, 1.0, 2.0])
+    result = run(tmp_path, config, resume=True, spent=lambda: next(left))
+    lines = metrics.read_metrics(tmp_path)
+    assert result.steps == 4 and [line["step"] for line in lines] == [1, 2, 3, 4]
+    spent = [0, 0.1, 0.25, 0.25 + 0.75 * 0.5]  # before each step; the second call had 0.75 of the time left to give
+    assert [line["lr"] for line in lines] == [config.lr_at(step, share) for step, share in enumerate(spent)]
+    assert "top1" in lines[-1] and json.loads((tmp_path / "accuracies.json").read_text())["step"] == 4
+    bits = weights(tmp_path)
+    again = run(tmp_path, config, resume=True, spent=lambda: 0.0)  # its time was spent
+    assert again.steps == 4 and all(torch.equal(bits[name], tensor) for name, tensor in weights(tmp_path).items())
+
+
 def test_another_run_is_not_resumed(straight: Path) -> None:
     for change, reason in (
         ({"config": replace(CONFIG, lr=0.5)}, "lr 0.01, not 0.5"),

@@ -107,6 +107,30 @@ def test_a_file_of_prompts_is_answered(folder: Path, tmp_path: Path) -> None:
     assert invoke(folder, tmp_path / "b", "--prompts", str(tmp_path / "none")).exit_code == 2
 
 
+def test_own_prompts_texts_and_tasks_in_limited_time(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    out.mkdir()  # so small a model writes no prompts
+    (out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(4)))
+    args = ["--prompts", "self", "--num-prompts", "20", "--tasks", "0.8", "--time-limit", "5", "--json"]
+    result = invoke(folder, out, *args)
+    assert result.exit_code == 0, result.output
+    told = result.stderr
+    assert "4 prompts, answered" in told and "4 prompts, answered" in told.split("answers: ")[1], "then the texts"
+    assert "tasks could be made of the texts, not 12" in told
+    assert json.loads(result.stdout)["steps"] == 3, "which ended before the time"
+    answers = (out / "answers.jsonl").read_text()
+    assert "for 80% of all tasks" in (out / "README.md").read_text() and answers.count('"content": "Write') >= 2
+    again = invoke(folder, out, *args, "--resume")
+    assert again.exit_code == 0 and (out / "answers.jsonl").read_text() == answers
+
+
+def test_time_that_ends_first(folder: Path, data: Path, tmp_path: Path) -> None:
+    late = train(folder, data, tmp_path / "a", "--time-limit", "1e-6")
+    assert late.exit_code == 2 and "--time-limit were over before the training; give more" in late.output
+    none = train(folder, data, tmp_path / "a", "--time-limit", "0")
+    assert none.exit_code == 2 and "time limit must be above 0" in none.output
+
+
 def test_data_or_prompts_but_not_both(folder: Path, data: Path, tmp_path: Path) -> None:
     for args in ([], ["--data", str(data), "--prompts", "self"]):
         result = invoke(folder, tmp_path / "heads", *args)

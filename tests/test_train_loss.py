@@ -12,10 +12,12 @@ from specdec.errors import ConfigError, InvalidRequest
 from specdec.training.batches import (
     IGNORE,
     BatchOrder,
+    ahead,
     fingerprint,
     label_counts,
     make_batch,
 )
+from specdec.training.clock import Clock
 from specdec.training.config import TrainConfig
 from specdec.training.data import Example
 from specdec.training.loss import HeadsLoss, Inputs
@@ -78,6 +80,46 @@ def test_loss_and_gradients_are_those_of_the_whole_product(projection: str, chun
     torch.testing.assert_close(found, list(wanted))
     torch.testing.assert_close((means * torch.tensor([1, 0.8, 0.64])).sum(), expected)
     assert all(rows <= chunk_rows * K for rows in seen)  # never more of the vocabulary's product than that
+    assert sum(seen) == (len(labels) * K if projection == "shared" else 0), "and each row of it once"
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("projection", ["shared", "own"])
+def test_gradients_scale_and_add_up(projection: str, soft: bool) -> None:
+    """As they do where a loss is multiplied, for several processes, or where batches are summed."""
+    heads = heads_of(projection)
+    hidden, labels, head = inputs()
+    counts = (labels != IGNORE).sum(0)
+    sources = torch.randn(*labels.shape, H, dtype=torch.float64) if soft else None
+    module = HeadsLoss(heads, lambda x: F.linear(x, head), 0.8, 4 * K * V)
+    hidden.requires_grad_()
+    for weight in (3.0, -1.0):
+        (module(Inputs(hidden, labels, sources=sources), counts)[0] * weight).backward()
+    log_chances = heads(hidden, lambda x: F.linear(x, head)).log_softmax(-1)
+    targets = F.one_hot(labels.clamp(min=0), V).double() if sources is None else F.linear(sources, head).softmax(-1)
+    losses = -(targets * log_chances).sum(-1) * (labels != IGNORE) / counts
+    wanted = torch.autograd.grad(
+        2 * (losses.sum(0) * torch.tensor([1, 0.8, 0.64])).sum(), [*heads.parameters(), hidden]
+    )
+    torch.testing.assert_close([parameter.grad for parameter in [*heads.parameters(), hidden]], list(wanted))
+
+
+def test_products_in_16_bits_leave_gradients_in_32() -> None:
+    """As accelerate runs them on a GPU."""
+    heads = heads_of("own").float()
+    hidden, labels, head = inputs(40)
+    found = []
+    for enabled in (False, True):
+        heads.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            inputs_of = Inputs(hidden.float(), labels, sources=torch.ones(*labels.shape, H))
+            loss, _ = HeadsLoss(heads, lambda x: F.linear(x, head.float()), 0.8, 9 * K * V)(
+                inputs_of, (labels != IGNORE).sum(0)
+            )
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in heads.parameters())])
+    assert all(tensor.dtype == torch.float32 for some in found for tensor in some if tensor is not None)
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.01)
 
 
 @pytest.mark.parametrize("chunk_rows", [2, 100])
@@ -180,6 +222,35 @@ def test_learning_rate_rises_then_falls_to_nothing() -> None:
     rates = [config.lr_at(step) for step in range(111)]
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[60] == pytest.approx(0.5)
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[110] == pytest.approx(0)
+    assert config.lr_at(4, spent=0.5) == 0.25 and config.lr_at(90, spent=0.5) == rates[90] > config.lr_at(90, spent=0.9)
+    assert config.lr_at(50, spent=1.0) == pytest.approx(0)
+
+
+def test_a_clock_says_what_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    clock = Clock(50, now)
+    runs, late = clock.runs_until(0.4), clock.span_to(-1)
+    now = 119.0
+    assert runs() and late() == 1
+    now = 120.0
+    span = clock.span_to(0.8)
+    assert not runs() and span() == 0
+    for later, share in ((130.0, 0.5), (140.0, 1.0), (150.0, 1.0)):
+        now = later
+        assert span() == share
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="time limit must be above 0"):
+            Clock(seconds)
+
+
+def test_one_item_is_made_ahead() -> None:
+    made: list[int] = []
+    for number in ahead(range(5), lambda x: made.append(x) or x):  # type: ignore[func-returns-value]
+        assert number <= made[-1] <= number + 1
+    assert made == [0, 1, 2, 3, 4] and list(ahead([], str)) == []
+    with pytest.raises(ZeroDivisionError):
+        list(ahead([1, 0, 2], lambda x: 1 / x))
 
 
 @pytest.mark.parametrize("projection", ["shared", "own"])

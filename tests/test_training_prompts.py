@@ -14,7 +14,7 @@ from specdec.errors import ConfigError, DataError
 from specdec.training.chat import encode_prompt, user_turn
 from specdec.training.data import Example
 from specdec.training.distill import distill
-from specdec.training.prompts import Ask, read_prompts, self_prompts, write_prompts
+from specdec.training.prompts import Ask, read_prompts, self_prompts, without_known, write_prompts
 from tests.chats import CHATML, INST, characters
 from tests.letters import letters
 
@@ -109,6 +109,20 @@ def test_every_other_prompt_begins_with_an_opening() -> None:
     assert asked == ["", "Say:", "", "List", "", "Say:"]
 
 
+def test_prompts_end_when_time_is_up() -> None:
+    ask, calls = scripted(characters(CHATML), ["What is rain?<|im_end|>", "Why?<|im_end|>", "Who is it?<|im_end|>"] * 2)
+    left = iter([True, False])
+    found = self_prompts(ask, characters(CHATML), 9, batch=3, go_on=lambda: next(left))
+    assert [p[0]["content"] for p in found] == ["What is rain?", "Who is it?"] and len(calls) == 2
+
+
+def test_prompts_that_share_words_with_known_ones_are_left_out() -> None:
+    said = ["Tell me: one two, THREE four five?", "one two three four", "two three four", "Hi  there!", "Hi there, you"]
+    prompts = [[{"role": "user", "content": text}] for text in said]
+    assert without_known(prompts, ["x one two three four y", "hi there"], words=4) == [prompts[2], prompts[4]]
+    assert without_known(prompts, []) == prompts
+
+
 def test_a_turn_that_ends_by_text() -> None:
     tokenizer = characters(INST)
     ask, _ = scripted(tokenizer, [" What is rain? [/INST] It is</s>", " Unended at all"])
@@ -171,6 +185,17 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert answer(rest, file) == expected and rest.asked == [encode_prompt(letters(), PROMPTS[i]) for i in (2, 4)]
     assert file.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert answer(Parrot(num_calls=0), file) == expected
+
+
+def test_answers_end_when_time_is_up(tmp_path: Path) -> None:
+    said: list[str] = []
+    left = iter([True, False])
+    part = answer(Parrot(), tmp_path / "a", go_on=lambda: next(left), report=said.append)
+    assert [letters().decode(e.input_ids[:6]) for e in part] == ["<u>One", "<u>Two", "<u>One"]
+    assert said == ["2 of 4 prompts without an answer were left out: the time for answers was up"]
+    whole = answer(Parrot(), tmp_path / "a")
+    assert [whole[i] for i in (0, 1, 3)] == part and len(whole) == 5
+    assert answer(Parrot(), tmp_path / "b", go_on=lambda: False, report=said.append) == []
 
 
 def test_a_line_that_was_cut_anywhere_is_asked_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -43,11 +44,13 @@ def run(
     data: list[Example] | None = None,
     resume: bool = False,
     report: Report = lambda line: None,
+    spent: Callable[[], float] | None = None,
 ) -> TrainResult:
     """Train two heads on the examples."""
     model = model or base()
     heads = heads or new_heads(model, 2, 1, "shared")
-    return train(model, heads, data or examples(), examples(3, 1), config, out, resume=resume, report=report)
+    held_out = examples(3, 1)
+    return train(model, heads, data or examples(), held_out, config, out, resume=resume, report=report, spent=spent)
 
 
 def run_under_fire(out: Path, kills: int, rng: random.Random) -> int:

@@ -158,21 +158,34 @@ def expected_tau(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
 def replayed_tau(joint: JointRanks, tree: Sequence[Sequence[int]]) -> float:
     """Return τ as the engine counts it over these answers, if the model gives them greedily.
 
-    Only the positions that decoding stops at count: the root after an accepted path lies behind it. The prompt's
-    forward gives an answer's first token and has no draft, and an answer's end cuts the last path.
+    Only the positions that decoding stops at count, and an answer's end cuts the last path. The prompt's forward gives
+    an answer's first token and has no draft.
 
     Args:
         joint: from `joint_ranks`.
         tree: as for `accepted_depths`.
     """
-    depths, first, num_forwards = accepted_depths(joint.rows, tree).tolist(), 0, 0
+    return sum(joint.lengths) / (len(joint.lengths) + int(decoding_stops(joint, tree).sum()))
+
+
+def decoding_stops(joint: JointRanks, tree: Sequence[Sequence[int]]) -> Tensor:
+    """Return at which positions greedy decoding drafts: the root after an accepted path lies behind it. [M] bool.
+
+    They are harder than the rest, since it is in easy places that paths are long.
+
+    Args:
+        joint: from `joint_ranks`.
+        tree: as for `accepted_depths`.
+    """
+    depths, first = accepted_depths(joint.rows, tree).tolist(), 0
+    stops = torch.zeros(len(joint.rows), dtype=torch.bool)
     for length in joint.lengths:
-        emitted, num_forwards = 1, num_forwards + 1
-        while emitted < length:
-            emitted += 1 + depths[first + emitted - 1]
-            num_forwards += 1
+        at = 0
+        while at < length - 1:
+            stops[first + at] = True
+            at += 1 + depths[first + at]
         first += length - 1
-    return sum(joint.lengths) / num_forwards
+    return stops
 
 
 def _answers(example: Example) -> Iterator[tuple[int, int]]:

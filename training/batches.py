@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar
@@ -13,6 +14,7 @@ from specdec.errors import InvalidRequest
 from specdec.training.config import TrainConfig
 from specdec.training.data import Example
 
+S = TypeVar("S")
 T = TypeVar("T")
 IGNORE = -100  # cross_entropy's own default: no label here
 
@@ -70,7 +72,8 @@ def make_batch(examples: Sequence[Example], num_heads: int) -> Batch:
 
 def label_counts(examples: Sequence[Example], num_heads: int) -> list[int]:
     """Return how many labels each head has in these examples."""
-    return [sum(sum(example.answer[k + 2 :]) for example in examples) for k in range(num_heads)]
+    whole = sum(sum(example.answer) for example in examples)
+    return [whole - sum(sum(example.answer[: k + 2]) for example in examples) for k in range(num_heads)]
 
 
 class BatchOrder:
@@ -141,6 +144,19 @@ def cut(sorted_items: Iterable[T], length: Callable[[T], int], batch_tokens: int
         batch.append(item)
     if batch:
         yield batch
+
+
+def ahead(items: Iterable[S], make: Callable[[S], T]) -> Iterator[T]:
+    """Yield what is made of each item, the next one being made in another thread while one is used."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting: Future[T] | None = None
+        for item in items:
+            made = pool.submit(make, item)
+            if waiting is not None:
+                yield waiting.result()
+            waiting = made
+        if waiting is not None:
+            yield waiting.result()
 
 
 def fingerprint(*sets: Sequence[Example]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specdec.drafters.draft_heads import DraftHeads
 from specdec.errors import ConfigError
 from specdec.outputs import Completion
-from specdec.training.accuracies import expected_tau, joint_ranks, replayed_tau
+from specdec.training.accuracies import accuracies_of, expected_tau, joint_ranks, replayed_tau
 from specdec.training.data import Example
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class TauCheck:
         measured: tokens a forward of the engine.
         num_tokens: tokens of all answers.
         by_category: tokens a forward of the engine by category of the prompts, where prompts have one.
+        accuracies: [K][ranks], how often each candidate that the tree has a place for is right.
     """
 
     expected: float
@@ -35,6 +36,7 @@ class TauCheck:
     measured: float
     num_tokens: int
     by_category: dict[str, float]
+    accuracies: list[list[float]]
 
     @property
     def difference(self) -> float:
@@ -78,7 +80,8 @@ def check_tau(
         Example((*c.prompt_token_ids, *c.token_ids), (False,) * len(c.prompt_token_ids) + (True,) * len(c.token_ids))
         for c in completions
     ]
-    joint = joint_ranks(model, heads, examples, 1 + max(choice[-1] for choice in tree))
+    num_ranks = min(1 + max(choice[-1] for choice in tree), heads.config.num_columns)
+    joint = joint_ranks(model, heads, examples, num_ranks)
     groups: dict[str, list[Completion]] = {}
     for completion, (_, category) in zip(completions, prompts, strict=True):
         groups.setdefault(category, []).append(completion)
@@ -88,6 +91,7 @@ def check_tau(
         measured=_tau(completions),
         num_tokens=sum(c.stats.num_output_tokens for c in completions),
         by_category={category: _tau(group) for category, group in sorted(groups.items()) if category},
+        accuracies=accuracies_of(joint.ranks, num_ranks),
     )
 
 

@@ -57,7 +57,12 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def save_checkpoint(
-    out: Path, step: int, heads: DraftHeads, optimizer: torch.optim.Optimizer, identity: RunIdentity
+    out: Path,
+    step: int,
+    heads: DraftHeads,
+    optimizer: torch.optim.Optimizer,
+    identity: RunIdentity,
+    spent: float = 0.0,
 ) -> None:
     """Write the checkpoint of a step, then drop all but the last two.
 
@@ -67,6 +72,7 @@ def save_checkpoint(
         heads: with their training weights.
         optimizer: of the heads' parameters.
         identity: of the run.
+        spent: share of the run's time, where that is limited.
 
     Raises:
         TrainingError: it can't be written; nothing of it is left.
@@ -76,7 +82,9 @@ def save_checkpoint(
         with new_folder(folder / f"step-{step:08d}") as made:
             save_heads(heads, made)
             save_file(_optimizer_tensors(optimizer), made / _OPTIMIZER_FILE)
-            (made / _STATE_FILE).write_text(json.dumps({"step": step} | asdict(identity)), encoding="utf-8")
+            (made / _STATE_FILE).write_text(
+                json.dumps({"step": step, "spent": spent} | asdict(identity)), encoding="utf-8"
+            )
         for old in _checkpoints(out)[:-KEPT]:
             gone = old.with_name(f".{old.name}.old")  # in one step: a kill in between leaves no half of a checkpoint
             os.replace(old, gone)
@@ -88,11 +96,13 @@ def has_checkpoint(out: Path) -> bool:
     return bool(_checkpoints(out))
 
 
-def load_checkpoint(out: Path, heads: DraftHeads, optimizer: torch.optim.Optimizer, identity: RunIdentity) -> int:
+def load_checkpoint(
+    out: Path, heads: DraftHeads, optimizer: torch.optim.Optimizer, identity: RunIdentity
+) -> tuple[int, float]:
     """Restore the last checkpoint into heads, optimizer and torch's random state, and drop what killed saves left.
 
     Returns:
-        Steps done; 0 if there is no checkpoint, and then nothing was restored.
+        Steps done, and the share of the time that was spent; zeros if there is no checkpoint: nothing was restored.
 
     Raises:
         ConfigError: the run there has another config, other heads, data or another number of processes.
@@ -101,19 +111,19 @@ def load_checkpoint(out: Path, heads: DraftHeads, optimizer: torch.optim.Optimiz
     for rest in (out / FOLDER).glob(".step-*"):
         shutil.rmtree(rest, ignore_errors=True)
     if not has_checkpoint(out):
-        return 0
+        return 0, 0.0
     folder = _checkpoints(out)[-1]
     try:
         state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
         tensors = load_file(folder / _OPTIMIZER_FILE)
-        step = int(state.pop("step"))
+        step, spent = int(state.pop("step")), float(state.pop("spent", 0.0))
         _check_identity(folder, RunIdentity(**state), identity)
     except (OSError, KeyError, TypeError, AttributeError, SafetensorError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{folder}: is damaged ({error}); remove it to go on from the one before") from error
     heads.load_state_dict(load_heads(folder).state_dict())
     torch.set_rng_state(tensors.pop(_RNG))
     _restore_optimizer(optimizer, tensors, folder)
-    return step
+    return step, spent
 
 
 def _checkpoints(out: Path) -> list[Path]:

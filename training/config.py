@@ -15,7 +15,7 @@ class TrainConfig:
         batch_tokens: most tokens of a batch over all processes, padding included; no example may be longer.
         lr: the peak learning rate.
         decay: the loss of head k, from 0, counts decay ** k.
-        warmup: steps of linear warm-up; a cosine to zero follows.
+        warmup: steps of linear warm-up; a cosine to zero follows, at the last step or when the time is spent.
         weight_decay: AdamW's.
         clip: largest norm of the gradient; None leaves it alone.
         seed: of the order of the examples.
@@ -54,12 +54,17 @@ class TrainConfig:
         if not (_is_number(self.weight_decay) and 0 <= self.weight_decay < 1):
             raise ConfigError(f"weight_decay must be from 0 to below 1, not {self.weight_decay!r}")
 
-    def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
+    def lr_at(self, step: int, spent: float = 0.0) -> float:
+        """Return the learning rate of a step.
+
+        Args:
+            step: from 0.
+            spent: share of the time that is spent, where time is limited: the rate falls by it or by the steps,
+                whichever is further.
+        """
+        rate = self.lr * min(1.0, (step + 1) / max(1, self.warmup))
+        done = max(spent, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return rate * 0.5 * (1 + math.cos(math.pi * max(0.0, done)))
 
 
 def _is_number(value: object) -> bool:

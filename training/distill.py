@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ def distill(
     max_len: int,
     batch: int = 64,
     report: Report = warn,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> list[Example]:
     """Let the base model answer prompts, and make examples whose labels are its answers.
 
@@ -43,6 +44,8 @@ def distill(
         max_len: examples are cut here, in tokens; prompts that leave no room for an answer are dropped.
         batch: how many prompts to ask at once.
         report: is told how many examples were cut and how many dropped.
+        go_on: whether there is time for more, asked before each batch; prompts without an answer by then are left out,
+            and if there is no other, no example is returned.
 
     Returns:
         One example a prompt, in order: prompt, answer, and the end-of-turn token if the answer came to its end.
@@ -62,10 +65,16 @@ def distill(
     if todo:
         cache.open()
     for start in range(0, len(todo), batch):
+        if not go_on():
+            break
         part = todo[start : start + batch]
         answers = ask([encoded[i] for i in part])
         cache.append([(keys[i], prompts[i], answer) for i, answer in zip(part, answers, strict=True)])
-    return _examples(encoded, [cache.answers.get(key, []) for key in keys], max_len, report)
+    late = {keys[i] for i in todo if keys[i] not in cache.answers}
+    if late:
+        report(f"{len(late)} of {len(indices)} prompts without an answer were left out: the time for answers was up")
+    asked = [(ids, cache.answers.get(key, [])) for ids, key in zip(encoded, keys, strict=True) if key not in late]
+    return _examples(asked, max_len, report) if asked or not late else []
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages, number: int) -> list[int]:
@@ -75,24 +84,25 @@ def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages, number: int)
         raise DataError(f"prompt {number}: {error}") from error
 
 
-def _examples(prompts: list[list[int]], answers: list[list[int]], max_len: int, report: Report) -> list[Example]:
+def _examples(asked: list[tuple[list[int], list[int]]], max_len: int, report: Report) -> list[Example]:
+    """Examples of prompts and answers."""
     made = []
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, answer in asked:
         mask = [False] * len(prompt) + [True] * len(answer)
         made.append(make_example(prompt + answer, mask, max_len))
     examples = [example for example in made if example is not None]
-    num_cut = sum(len(p) < max_len < len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    num_cut = sum(len(prompt) < max_len < len(prompt) + len(answer) for prompt, answer in asked)
     if num_cut:
-        report(f"{num_cut} of {len(prompts)} answers were cut at {max_len} tokens of prompt and answer")
-    if len(examples) < len(prompts):
-        num_long = sum(len(prompt) >= max_len for prompt in prompts)
-        num_empty = len(prompts) - len(examples) - num_long
+        report(f"{num_cut} of {len(asked)} answers were cut at {max_len} tokens of prompt and answer")
+    if len(examples) < len(asked):
+        num_long = sum(len(prompt) >= max_len for prompt, _ in asked)
+        num_empty = len(asked) - len(examples) - num_long
         report(
-            f"{num_long} of {len(prompts)} prompts were dropped as longer than {max_len - 1} tokens, {num_empty} "
+            f"{num_long} of {len(asked)} prompts were dropped as longer than {max_len - 1} tokens, {num_empty} "
             "because the answer is empty"
         )
     if not examples:
-        raise DataError(f"none of {len(prompts)} prompts gave an example; give shorter prompts or a larger max_len")
+        raise DataError(f"none of {len(asked)} prompts gave an example; give shorter prompts or a larger max_len")
     return examples
 
 

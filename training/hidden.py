@@ -49,17 +49,19 @@ class FrozenBase:
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Tensor:
-        """Return the final hidden states, behind the last norm, of all tokens: [B * L, H] in the base's dtype."""
+        """Return the final hidden states, behind the last norm, of all tokens: [B * L, H] in the base's dtype.
+
+        The padding stands behind the texts, where a causal model's states don't see it: so nothing is masked, and
+        attention runs by the kernel for causal texts.
+        """
         if not len(batch.rows):
             return self.head_weight.new_zeros(batch.input_ids.numel(), self.head_weight.shape[1])
-        return self.read(batch.input_ids, batch.attention_mask).flatten(0, 1)
+        return self.read(batch.input_ids).flatten(0, 1)
 
     @torch.no_grad()
-    def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def read(self, input_ids: Tensor) -> Tensor:
         """Return the final hidden states of texts: [B, L] to [B, L, H] in the base's dtype."""
-        body = self.model.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, return_dict=True
-        )
+        body = self.model.base_model(input_ids=input_ids, use_cache=False, return_dict=True)
         hidden: Tensor = body.last_hidden_state
         return hidden
 

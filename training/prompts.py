@@ -1,8 +1,9 @@
 """Prompts to be answered: from a file, or written by the instruct model itself."""
 
 import json
+import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def self_prompts(
     max_tries: int = 200,
     min_chars: int = 8,
     max_chars: int = 2000,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> list[Messages]:
     """Let the instruct model write users' first messages: it continues its chat template, opened for a user's turn.
 
@@ -77,9 +79,10 @@ def self_prompts(
         max_tries: how many batches to ask for at most.
         min_chars: shorter messages are left out.
         max_chars: longer messages are left out.
+        go_on: whether there is time for more, asked before each batch but the first.
 
     Returns:
-        One user message each, in the order in which they were written.
+        One user message each, in the order in which they were written; fewer than `count` if time was up.
 
     Raises:
         DataError: the template doesn't show how a user's turn opens, or too few messages were found.
@@ -98,12 +101,31 @@ def self_prompts(
             text = _message(turn, special, tokenizer, beginning, output)
             if text is not None and min_chars <= len(text) <= max_chars and _is_printable(text):
                 found.setdefault(_normalised(text), text)
-        if len(found) >= count:
+        if len(found) >= count or (found and not go_on()):
             return [[{"role": "user", "content": text}] for text in list(found.values())[:count]]
     raise DataError(
         f"only {len(found)} of {count} different prompts were found in {max_tries} batches of {batch}; allow more "
         "tries or longer messages, or give a file of prompts (a model that isn't tuned for chat writes few that end)"
     )
+
+
+def without_known(prompts: Sequence[Messages], known: Iterable[str], words: int = 8) -> list[Messages]:
+    """Leave out prompts that have a run of words in common with a known text, or are as short and all the same.
+
+    Args:
+        prompts: conversations; all that is said in them counts.
+        known: texts that nothing is to be trained on, such as a benchmark's prompts.
+        words: how long the run is, in words; case, punctuation and white space don't count.
+    """
+    runs = {run for text in known for run in _runs(text, words)}
+    return [p for p in prompts if not any(run in runs for message in p for run in _runs(message["content"], words))]
+
+
+def _runs(text: str, count: int) -> Iterator[tuple[str, ...]]:
+    """Each run of so many words; the whole of a text that has fewer."""
+    words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
+    for start in range(max(1, len(words) - count + 1)):
+        yield tuple(words[start : start + count])
 
 
 def _prompt(item: dict[str, object]) -> Messages:

@@ -1,13 +1,14 @@
 """One step of training, and one evaluation, on this process's share. Knows the base, the heads and accelerate."""
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 
 from specdec.drafters.draft_heads import DraftHeads
-from specdec.training.batches import cut, label_counts, make_batch
+from specdec.training.batches import Batch, cut, label_counts, make_batch
 from specdec.training.config import TrainConfig
 from specdec.training.data import Example
 from specdec.training.hidden import FrozenBase
@@ -16,6 +17,21 @@ from specdec.training.metrics import Evaluation, count_ranks, empty_ranks, summa
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a step reads, on the CPU.
+
+    Args:
+        examples: the whole batch.
+        share: those of this process, padded.
+        counts: labels of each head in the whole batch.
+    """
+
+    examples: list[Example]
+    share: Batch
+    counts: list[int]
 
 
 class Stepper:
@@ -38,18 +54,22 @@ class Stepper:
         self._loss = HeadsLoss(heads, self.base.head_for(heads), config.decay)
         self._module = self.accelerator.prepare(self._loss)
 
-    def step(self, step: int, examples: list[Example]) -> tuple[float, list[float]]:
+    def prepare(self, examples: list[Example]) -> Prepared:
+        """Pad this process's share of a batch and find its labels; any thread may."""
+        num_heads = self.heads.config.num_heads
+        return Prepared(examples, make_batch(self._share(examples), num_heads), label_counts(examples, num_heads))
+
+    def step(self, prepared: Prepared, lr: float) -> tuple[float, list[float]]:
         """Take one step on a batch, of which each process has its share.
 
         Args:
-            step: from 0; sets the learning rate.
-            examples: the whole batch.
+            prepared: the batch.
+            lr: the learning rate.
 
         Returns:
             The loss, and the mean cross-entropy of each head. If the loss isn't finite, the weights stay as they were.
         """
-        inputs = self._inputs(self._share(examples))
-        counts = torch.tensor(label_counts(examples, self.heads.config.num_heads), device=self.base.device)
+        inputs, counts = self._inputs(prepared.share), torch.tensor(prepared.counts, device=self.base.device)
         loss, means = self._module(inputs, counts)
         parts = self.accelerator.reduce(torch.cat([loss.detach()[None], means]), "sum")
         self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged over the processes
@@ -58,7 +78,7 @@ class Stepper:
             if self._config.clip is not None:
                 self.accelerator.clip_grad_norm_(self.heads.parameters(), self._config.clip)
             for group in self.optimizer.param_groups:
-                group["lr"] = self._config.lr_at(step)
+                group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad()
         return value, head_losses
@@ -69,11 +89,17 @@ class Stepper:
         share = sorted(self._share(examples), key=_length)
         for batch in cut(share, _length, self._config.batch_tokens):
             with self.accelerator.autocast():
-                sums += count_ranks(self._loss, self._inputs(batch))
+                sums += count_ranks(self._loss, self._inputs(make_batch(batch, self.heads.config.num_heads)))
         return summarize(self.accelerator.reduce(sums, "sum"))
 
-    def _inputs(self, examples: list[Example]) -> Inputs:
-        batch = make_batch(examples, self.heads.config.num_heads).to(self.base.device)
+    def agreed(self, value: float) -> float:
+        """Return the mean of what the processes say, the same on each."""
+        if self.accelerator.num_processes == 1:
+            return value
+        return float(self.accelerator.reduce(torch.tensor(value, device=self.base.device), "mean"))
+
+    def _inputs(self, batch: Batch) -> Inputs:
+        batch = batch.to(self.base.device)
         hidden = self.base.hidden(batch)
         return Inputs(
             hidden[batch.rows],

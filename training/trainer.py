@@ -6,7 +6,7 @@ Knows the base, the heads and lists of examples; not where those come from.
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -19,13 +19,13 @@ from specdec.drafters.draft_heads import DraftHeads
 from specdec.drafters.heads import save_heads
 from specdec.errors import ConfigError, TrainingError
 from specdec.hub.cache import replace_file
-from specdec.training.batches import BatchOrder, fingerprint, make_batch
+from specdec.training.batches import BatchOrder, ahead, fingerprint, make_batch
 from specdec.training.checkpoint import RunIdentity, has_checkpoint, load_checkpoint, save_checkpoint, writing
 from specdec.training.config import TrainConfig
 from specdec.training.data import Example
 from specdec.training.memory import peak_bytes, reset_peak
 from specdec.training.metrics import Evaluation, MetricsLog, can_plot, save_accuracies, save_plot
-from specdec.training.step import Stepper
+from specdec.training.step import Prepared, Stepper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +38,7 @@ class TrainResult:
     """How a run ended.
 
     Args:
+        steps: how many were done in all.
         loss: of the last step; NaN if this call had none to do.
         evaluation: on the held-out examples; None if there are none.
         num_skipped: batches without a label.
@@ -45,6 +46,7 @@ class TrainResult:
         peak_bytes: most memory held, as `specdec.training.memory.peak_bytes` counts it, on this process.
     """
 
+    steps: int
     loss: float
     evaluation: Evaluation | None
     num_skipped: int
@@ -78,6 +80,7 @@ def train(
     resume: bool = False,
     dtype: torch.dtype = torch.float32,
     report: Report = lambda line: None,
+    spent: Callable[[], float] | None = None,
 ) -> TrainResult:
     """Train heads and write them to a folder; the base stays as it is, bit for bit.
 
@@ -91,6 +94,8 @@ def train(
         resume: go on from the last checkpoint in `out`; from the start if there is none.
         dtype: of the heads written at the end.
         report: is given every line of the metrics, on the main process.
+        spent: says what share of the time is spent, from 0 to 1; at 1 the run ends, having decayed to nothing. A run
+            that is resumed has spent its share already. None: the steps alone count.
 
     Raises:
         ConfigError: `out` holds another run, or one that isn't to be resumed.
@@ -103,21 +108,22 @@ def train(
     run = _Run(Stepper(model, heads, config), examples, held_out, config, out)
     run.stepper.evaluate(examples[:1])  # some quantizers repack their weights in the first forward
     before = run.stepper.base.checksum()
-    loss = run.train(resume, report)
+    loss = run.train(resume, report, spent)
     if run.stepper.base.checksum() != before:
         raise TrainingError("the base changed while the heads were trained; don't use either, and report this")
     evaluation = run.finish(dtype)
-    return TrainResult(loss, evaluation, run.order.num_skipped, can_plot(), peak_bytes(model.device))
+    return TrainResult(run.steps, loss, evaluation, run.num_skipped, can_plot(), peak_bytes(model.device))
 
 
 class _Run:
-    """One run: what `train` was given, and the last evaluation."""
+    """One run: what `train` was given, how far it is, and the last evaluation."""
 
     def __init__(
         self, stepper: Stepper, examples: list[Example], held_out: list[Example], config: TrainConfig, out: Path
     ) -> None:
         self.stepper = stepper
-        self.order = BatchOrder(examples, config)
+        self.steps, self.num_skipped = 0, 0
+        self._order = BatchOrder(examples, config)
         self._held_out, self._config, self._out = held_out, config, out
         self._evaluation: Evaluation | None = None  # of the weights as they are
         self._identity = RunIdentity(
@@ -127,31 +133,48 @@ class _Run:
             stepper.accelerator.num_processes,
         )
 
-    def train(self, resume: bool, report: Report) -> float:
+    def train(self, resume: bool, report: Report, clock: Callable[[], float] | None) -> float:
         """Do the steps that are left; return the last one's loss."""
-        stepper, config, loss = self.stepper, self._config, math.nan
-        first = load_checkpoint(self._out, stepper.heads, stepper.optimizer, self._identity) if resume else 0
+        stepper, config, loss, before = self.stepper, self._config, math.nan, 0.0
+        if resume:
+            self.steps, before = load_checkpoint(self._out, stepper.heads, stepper.optimizer, self._identity)
         stepper.accelerator.wait_for_everyone()  # before the main process writes where others read
         is_main = stepper.accelerator.is_main_process
         with writing(self._out):
-            log = MetricsLog(self._out, first) if is_main else None
-        for step, examples in enumerate(islice(self.order, first, config.steps), first):
-            start = time.perf_counter()
-            loss, head_losses = stepper.step(step, examples)
-            num_tokens = sum(len(example.input_ids) for example in examples)
-            line = {"step": step + 1, "loss": loss, "head_losses": head_losses, "lr": config.lr_at(step)}
-            line |= {"tokens_per_s": num_tokens / (time.perf_counter() - start), "skipped": self.order.num_skipped}
+            log = MetricsLog(self._out, self.steps) if is_main else None
+        spent = before
+        batches = self._batches() if spent < 1 else iter(())
+        for prepared, num_skipped in ahead(batches, self._prepare):
+            start, lr = time.perf_counter(), config.lr_at(self.steps, spent)
+            loss, head_losses = stepper.step(prepared, lr)
+            self.steps, self.num_skipped = self.steps + 1, num_skipped
+            num_tokens = sum(len(example.input_ids) for example in prepared.examples)
+            line = {"step": self.steps, "loss": loss, "head_losses": head_losses, "lr": lr}
+            line |= {"tokens_per_s": num_tokens / (time.perf_counter() - start), "skipped": num_skipped}
             line["peak_bytes"] = peak_bytes(stepper.base.device)
             if not math.isfinite(loss):
-                self._stop(step, loss, examples)
-            line |= self._measure(step)
+                self._stop(loss, prepared.examples)
+            if clock is not None:
+                spent = stepper.agreed(before + (1 - before) * clock())
+            ended = self.steps == config.steps or spent >= 1
+            line |= self._measure(ended)
             if log is not None:
                 with writing(self._out):
                     log.append(line)
                 report(line)
-            if is_main and self._is_due(step, config.save_every):
-                save_checkpoint(self._out, step + 1, stepper.heads, stepper.optimizer, self._identity)
+            if is_main and (ended or self.steps % config.save_every == 0):
+                save_checkpoint(self._out, self.steps, stepper.heads, stepper.optimizer, self._identity, spent)
+            if ended:
+                break
         return loss
+
+    def _batches(self) -> Iterator[tuple[list[Example], int]]:
+        """The batches that are left, each with how many had been skipped by then."""
+        for examples in islice(self._order, self.steps, self._config.steps):
+            yield examples, self._order.num_skipped
+
+    def _prepare(self, batch: tuple[list[Example], int]) -> tuple[Prepared, int]:
+        return self.stepper.prepare(batch[0]), batch[1]
 
     def finish(self, dtype: torch.dtype) -> Evaluation | None:
         """Write what the run was for; the heads come last."""
@@ -160,28 +183,25 @@ class _Run:
         if self.stepper.accelerator.is_main_process:
             with writing(self._out):
                 if self._evaluation is not None:
-                    save_accuracies(self._out, self._evaluation, self._config.steps)
+                    save_accuracies(self._out, self._evaluation, self.steps)
                 if can_plot():
                     save_plot(self._out)
                 save_heads(_copy(self.stepper.heads, dtype), self._out)
         self.stepper.accelerator.wait_for_everyone()
         return self._evaluation
 
-    def _measure(self, step: int) -> dict[str, Any]:
+    def _measure(self, ended: bool) -> dict[str, Any]:
         """What the metrics say of the held-out examples after a step; nothing if it isn't due."""
         self._evaluation = None
-        if not self._held_out or not self._is_due(step, self._config.eval_every):
+        if not self._held_out or not (ended or self.steps % self._config.eval_every == 0):
             return {}
         found = self._evaluation = self.stepper.evaluate(self._held_out)
         measured = {"held_out_losses": found.losses, "accuracies": found.accuracies}
         return measured | {"top1": found.top(1), "top5": found.top(5)}
 
-    def _is_due(self, step: int, every: int) -> bool:
-        return (step + 1) % every == 0 or step + 1 == self._config.steps
-
-    def _stop(self, step: int, loss: float, examples: list[Example]) -> None:
+    def _stop(self, loss: float, examples: list[Example]) -> None:
         """Save the batch of a step whose loss isn't finite, and say so."""
-        path = self._out / f"nonfinite-step-{step + 1}.safetensors"
+        path = self._out / f"nonfinite-step-{self.steps}.safetensors"
         batch = make_batch(examples, self.stepper.heads.config.num_heads)
         tensors = {
             name: getattr(batch, name).contiguous() for name in ("input_ids", "attention_mask", "rows", "labels")
@@ -190,8 +210,8 @@ class _Run:
             with writing(self._out):
                 replace_file(path, lambda file: save_file(tensors, file))
         raise TrainingError(
-            f"the loss of step {step + 1} is {loss}; its batch is saved in {path}: look there for broken examples, or "
-            "lower the learning rate"
+            f"the loss of step {self.steps} is {loss}; its batch is saved in {path}: look there for broken examples, "
+            "or lower the learning rate"
         )
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from specdec.drafters.choices import Choice, best_first_choices, most_accepted_choices
 from specdec.drafters.draft_heads import DraftHeads
 from specdec.errors import ConfigError
-from specdec.training.accuracies import accuracies_of, path_counts
+from specdec.training.accuracies import JointRanks, accuracies_of, decoding_stops, path_counts, replayed_tau
 
 _WARMUPS, _TIMED = 2, 7
+_REPLAYS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,24 @@ def trees_from_ranks(ranks: Tensor, num_ranks: int, num_nodes: int) -> TreeSizes
     counts = path_counts(ranks)
     choices = most_accepted_choices(counts, accuracies_of(ranks, num_ranks), num_nodes)
     return _sizes(choices, [counts[choice] / len(ranks) for choice in choices])
+
+
+def trees_from_replay(joint: JointRanks, num_ranks: int, num_nodes: int) -> TreeSizes:
+    """Return the trees that are accepted deepest where greedy decoding stops, which depends on the tree itself.
+
+    It begins with the trees for all positions. Then those positions count at which decoding with the last tree stops,
+    a few times over; the tree that needs the fewest forwards is taken.
+
+    Args:
+        joint: from `specdec.training.accuracies.joint_ranks`.
+        num_ranks: candidates of each head.
+        num_nodes: of the largest tree, root included.
+    """
+    tried = [trees_from_ranks(joint.ranks, num_ranks, num_nodes)]
+    for _ in range(_REPLAYS):
+        stops = decoding_stops(joint, tried[-1].choices)
+        tried.append(trees_from_ranks(joint.rows[stops], num_ranks, num_nodes))
+    return max(tried[1:], key=lambda sizes: replayed_tau(joint, sizes.choices))
 
 
 def trees_from_accuracies(accuracies: Sequence[Sequence[float]], num_nodes: int) -> TreeSizes:

@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specdec.hub.load import Loaded
+    from specdec.training.clock import Clock
     from specdec.training.config import TrainConfig
     from specdec.training.data import Example
     from specdec.training.trainer import TrainResult
 
 Report = Callable[[Mapping[str, Any]], None]
-MOST_HELD_OUT = 64
+MOST_HELD_OUT = 128
 """Most prompts that are held out."""
+STEPS, NO_LIMIT = 1000, 1 << 40
+"""Steps where nothing else is said: of a run whose time isn't limited, and of one whose time is."""
+TRAIN_UNTIL = 0.95
+"""Share of a limited time after which the training ends; the rest is for the last measurement and the tree."""
 
 
 @click.group()
@@ -36,11 +41,18 @@ def train() -> None:
 @click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Chats or plain text.")
 @click.option("--prompts", help="A file of prompts, or `self`: the model writes them; it answers them itself.")
 @click.option("--self-distill", is_flag=True, help="The model answers the prompts of --data anew.")
-@click.option("--num-prompts", default=2000, help="How many prompts the model writes with `--prompts self`.")
+@click.option("--num-prompts", default=2000, help="How many prompts there are with `--prompts self`, tasks included.")
 @click.option(
     "--openings/--no-openings",
     default=True,
     help="Whether half of the prompts that the model writes begin as people's do: with a task, often on a text.",
+)
+@click.option(
+    "--tasks",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.5,
+    show_default=True,
+    help="Share of them that are tasks: to write texts, and to rewrite, translate, search, … these.",
 )
 @click.option("--answer-tokens", default=256, help="Most tokens of the model's own answers.")
 @click.option(
@@ -71,7 +83,14 @@ def train() -> None:
     default="auto",
     help="auto is fp32 on a CPU, bf16 on a GPU; int8 and nf4 need bitsandbytes.",
 )
-@click.option("--steps", default=1000, help="Optimizer steps, one batch each.")
+@click.option(
+    "--steps", type=int, help=f"Optimizer steps, one batch each.  [default: {STEPS}; no end with --time-limit]"
+)
+@click.option(
+    "--time-limit",
+    type=float,
+    help="Minutes for all, from prompts to tree: the steps and the learning rate end in time.  [default: no limit]",
+)
 @click.option("--batch-tokens", default=8192, help="Most tokens of a batch, padding included; longer examples are cut.")
 @click.option("--lr", default=1e-3, help="Peak learning rate.")
 @click.option(
@@ -97,14 +116,19 @@ def medusa(**options: Any) -> None:
     The answers are those of --data, or the model's own: to the prompts of --data with --self-distill, or to --prompts.
     Prompts that the model wrote, and its answers, are kept in --out and found there again by --resume.
 
-    Of twenty prompts one, of all at most 64, are held out and measured on; the tree that suits the heads there is
+    With --time-limit prompts and answers end after about half of the time, and the model trains on what is there.
+    A run that is resumed gets the time anew; what it had done of its training is done.
+
+    Of twenty prompts one, of all at most 128, are held out and measured on; the tree that suits the heads there is
     stored with them, and `specdec tree` finds the one that is fastest on this device. Several processes:
     `accelerate launch "$(which specdec)" train medusa …`.
     """
     from specdec.cli.examples import make_examples
     from specdec.errors import CheckpointError, ConfigError
+    from specdec.training.clock import Clock
     from specdec.training.trainer import prepare_out
 
+    clock = None if options["time_limit"] is None else Clock(60 * options["time_limit"])
     if (options["data"] is None) == (options["prompts"] is None):
         raise ConfigError("give either --data or --prompts")
 
@@ -114,12 +138,16 @@ def medusa(**options: Any) -> None:
     if loaded.tokenizer is None:
         raise CheckpointError(f"{options['model']}: has no tokenizer, which the data needs")
     longest = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or config.batch_tokens
-    examples = make_examples(loaded, options, min(longest, config.batch_tokens))
-    train_medusa(loaded.model, examples, config, options)
+    examples = make_examples(loaded, options, min(longest, config.batch_tokens), clock)
+    train_medusa(loaded.model, examples, config, options, clock)
 
 
 def train_medusa(
-    model: "PreTrainedModel", examples: "list[Example]", config: "TrainConfig", options: Mapping[str, Any]
+    model: "PreTrainedModel",
+    examples: "list[Example]",
+    config: "TrainConfig",
+    options: Mapping[str, Any],
+    clock: "Clock | None" = None,
 ) -> None:
     """Train new heads on examples, wherever they come from, and say how it went.
 
@@ -129,9 +157,14 @@ def train_medusa(
         config: how to train.
         options: the command's out, kind, num_heads, num_layers, width, projection, draft_vocab, resume, dtype, as_json,
             and what the heads' card tells of: model, licence and where the data come from.
+        clock: of the whole command, if its time is limited.
+
+    Raises:
+        ConfigError: no time is left to train.
     """
     from accelerate import PartialState
 
+    from specdec.errors import ConfigError
     from specdec.llm import resolve_dtype
     from specdec.training.card import add_facts
     from specdec.training.checkpoint import writing
@@ -153,7 +186,13 @@ def train_medusa(
         options["width"],
         None if count is None else frequent_tokens(train_set, count, len(model.get_output_embeddings().weight)),
     )
-    with _progress(config.steps) as report:
+    spent = None if clock is None else clock.span_to(TRAIN_UNTIL)
+    if spent is not None and spent() == 1:
+        raise ConfigError(
+            f"the {options['time_limit']:g} minutes of --time-limit were over before the training; give more, with "
+            "--resume, which finds the prompts and answers that are there"
+        )
+    with _progress(config.steps, spent) as report:
         result = run(
             model,
             heads,
@@ -164,13 +203,14 @@ def train_medusa(
             resume=options["resume"],
             dtype=dtype,
             report=report,
+            spent=spent,
         )
     if PartialState().is_main_process:
         taus = _store_tree(model, held_out, options["out"]) if held_out else {}
         with writing(options["out"]):
             facts = _card_facts(options, train_set, held_out, config, result)
             add_facts(options["out"], heads.config, training=facts)
-        _print_result(result, config.steps, options["out"], taus, options["as_json"])
+        _print_result(result, options["out"], taus, options["as_json"])
 
 
 def _store_tree(model: "PreTrainedModel", held_out: "list[Example]", out: Path) -> dict[int, float]:
@@ -180,15 +220,15 @@ def _store_tree(model: "PreTrainedModel", held_out: "list[Example]", out: Path) 
     from specdec.errors import ConfigError
     from specdec.training.accuracies import joint_ranks
     from specdec.training.checkpoint import writing
-    from specdec.training.trees import trees_from_ranks
+    from specdec.training.trees import trees_from_replay
 
     heads = load_heads(out).to(model.device, model.dtype).requires_grad_(False)
     try:
-        ranks = joint_ranks(model, heads, held_out, NUM_RANKS).ranks
+        joint = joint_ranks(model, heads, held_out, NUM_RANKS)
     except ConfigError as error:
         click.echo(f"no tree was stored: {error}", err=True)
         return {}
-    sizes = trees_from_ranks(ranks, NUM_RANKS, MAX_NODES)
+    sizes = trees_from_replay(joint, NUM_RANKS, MAX_NODES)
     if sizes.choices:
         with writing(out):
             save_config(replace(heads.config, tree=tuple(sizes.choices), chances=tuple(sizes.chances)), out)
@@ -216,8 +256,9 @@ def _card_facts(
         "held_out": len(held_out),
         "labels": sum(sum(example.answer) for example in train_set),
         "peak_bytes": result.peak_bytes,
+        "steps": result.steps,
     }
-    facts |= {name: getattr(config, name) for name in ("steps", "batch_tokens", "lr", "decay", "soft_labels", "seed")}
+    facts |= {name: getattr(config, name) for name in ("batch_tokens", "lr", "decay", "soft_labels", "seed")}
     found = result.evaluation
     return facts | ({} if found is None else {"top1": found.top(1), "top5": found.top(5)})
 
@@ -228,6 +269,9 @@ def _recipe(options: Mapping[str, Any]) -> str:
     if options["prompts"] is None and not options["self_distill"]:
         return f"the answers in {Path(file).name}"
     own = "prompts that the model wrote itself" + (", half of them from given openings" if options["openings"] else "")
+    if options["tasks"]:
+        own = f"{own}, and for {options['tasks']:.0%} of all tasks from templates, to write texts and on these texts"
+    own += "; none shares eight words in a row with the built-in benchmark's prompts"
     prompts = own if file == "self" else f"the prompts of {Path(file).name}"
     warmth = " and ".join(map(str, options["temperatures"]))
     how = f"at temperature {warmth}, at most {options['answer_tokens']} tokens each"
@@ -237,8 +281,11 @@ def _recipe(options: Mapping[str, Any]) -> str:
 def _config(options: Mapping[str, Any]) -> "TrainConfig":
     from specdec.training.config import TrainConfig
 
-    names = ("steps", "batch_tokens", "lr", "decay", "warmup", "seed", "soft_labels", "eval_every", "save_every")
-    return TrainConfig(**{name: options[name] for name in names})
+    names = ("batch_tokens", "lr", "decay", "warmup", "seed", "soft_labels", "eval_every", "save_every")
+    steps = options["steps"]
+    if steps is None:
+        steps = STEPS if options["time_limit"] is None else NO_LIMIT
+    return TrainConfig(steps=steps, **{name: options[name] for name in names})
 
 
 def _load_base(options: Mapping[str, Any]) -> "Loaded":
@@ -276,19 +323,27 @@ def _precision(name: str, device: "torch.device") -> "tuple[torch.dtype, Any]":
 
 
 @contextmanager
-def _progress(steps: int) -> Iterator[Report]:
-    """A bar on a terminal; elsewhere one line a measurement."""
+def _progress(steps: int, spent: Callable[[], float] | None = None) -> Iterator[Report]:
+    """A bar on a terminal, of the steps or of the time; elsewhere one line a measurement."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    done = MofNCompleteColumn() if spent is None else TaskProgressColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), done, TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=steps)
+        task = bar.add_task("starting", total=steps if spent is None else 1.0)
 
         def report(line: Mapping[str, Any]) -> None:
             text = f"loss {line['loss']:.3f}, {line['tokens_per_s']:.0f} tok/s"
-            bar.update(task, completed=line["step"], description=text)
+            bar.update(task, completed=line["step"] if spent is None else spent(), description=text)
             if "top1" in line:
                 console.print(f"step {line['step']}: {text}, {_accuracies(line['top1'], line['top5'])}")
 
@@ -299,12 +354,12 @@ def _accuracies(top1: list[float], top5: list[float]) -> str:
     return "held-out top-1/top-5 by head " + " ".join(f"{a:.2f}/{b:.2f}" for a, b in zip(top1, top5, strict=True))
 
 
-def _print_result(result: "TrainResult", steps: int, out: Path, taus: Mapping[int, float], as_json: bool) -> None:
+def _print_result(result: "TrainResult", out: Path, taus: Mapping[int, float], as_json: bool) -> None:
     found = result.evaluation
     if as_json:
         measured = {"top1": found.top(1), "top5": found.top(5), "accuracies": found.accuracies} if found else {}
         loss = None if math.isnan(result.loss) else result.loss
-        line = {"out": str(out), "steps": steps, "loss": loss, "skipped": result.num_skipped}
+        line = {"out": str(out), "steps": result.steps, "loss": loss, "skipped": result.num_skipped}
         line |= {"peak_bytes": result.peak_bytes}
         click.echo(json.dumps(line | measured | {"expected_tau": taus, "plot": result.plotted}))
         return

@@ -152,14 +152,14 @@ def _measure(
 ) -> "tuple[TreeSizes, dict[str, Any]]":
     """The trees of all sizes, and what they were made from."""
     from specdec.training.accuracies import accuracies_of, joint_ranks
-    from specdec.training.trees import trees_from_accuracies, trees_from_ranks
+    from specdec.training.trees import trees_from_accuracies, trees_from_replay
 
     if given is None:
         num_ranks = min(NUM_RANKS, loaded.heads.config.num_columns)
-        ranks = joint_ranks(loaded.base.model, loaded.heads, examples, num_ranks).ranks
-        return trees_from_ranks(ranks, num_ranks, MAX_NODES), {
-            "positions": len(ranks),
-            "accuracies": accuracies_of(ranks, num_ranks),
+        joint = joint_ranks(loaded.base.model, loaded.heads, examples, num_ranks)
+        return trees_from_replay(joint, num_ranks, MAX_NODES), {
+            "positions": len(joint.ranks),
+            "accuracies": accuracies_of(joint.ranks, num_ranks),
         }
     num_heads, num_tokens = loaded.heads.config.num_heads, loaded.heads.config.num_columns
     if len(given) != num_heads or max(map(len, given)) > num_tokens:

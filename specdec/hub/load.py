@@ -220,7 +220,7 @@ def _in_memory(model: "PreTrainedModel", dtype: DType, device: torch.device | st
     if getattr(model, "hf_quantizer", None) is not None and dtype in ("auto", model.dtype):
         if there.type == wanted.type and wanted.index in (None, there.index):
             return model.eval()  # some quantized models refuse to be moved, even to where they are
-    if dtype not in ("auto", model.dtype):
+    if dtype != "auto" and dtype != model.dtype:
         _cast(model, dtype)
     return model.to(device).eval()
 
