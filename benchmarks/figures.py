@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from specdec.bench.page import trees
-from specdec.bench.plots import depth_plot, load_plot, save_png, speedup_plot, tree_plot
+from specdec.bench.plots import Draw, batches, depth_plot, load_plot, save_png, speedup_plot, tree_plot, tree_size
 from specdec.bench.results import FORMAT, read_result
 
 
@@ -20,18 +20,25 @@ def draw(path: Path, out: Path) -> list[Path]:
     """Draw what a result file shows; return the files made."""
     value: Any = json.loads(path.read_text(encoding="utf-8"))
     kind = value.get("format")
-    plots = {}
+    plots: dict[str, Draw] = {}
+    inches: dict[str, tuple[float, float]] = {}
     if kind == FORMAT:
-        plots = {"depth": depth_plot(value["summary"])}
-        plots["speedup"] = speedup_plot(value["summary"], value["settings"]["baseline"])
+        sizes = batches(value["summary"])
+        for size, rows in sizes.items():
+            name = "speedup" if rows is next(iter(sizes.values())) else f"speedup-{size}-at-once"
+            if any(row["speedup"] is not None for row in rows):
+                plots[name] = speedup_plot(rows, value["settings"]["baseline"])
+        least = next(iter(sizes.values()), [])
+        if any(row.get("draft_tokens_per_forward") for row in least):
+            plots["depth"] = depth_plot(least)
         for name, tree in trees(read_result(path)).items():
-            plots["tree-" + "".join(c if c.isalnum() else "-" for c in name)] = tree_plot(tree)
-    elif kind == "specdec-serve":
+            figure = "tree-" + "".join(c if c.isalnum() else "-" for c in name)
+            plots[figure], inches[figure] = tree_plot(tree), tree_size(tree)
+    elif kind == "specdec-serve" and len(value["runs"]) > 1:
         plots = {"load": load_plot(value["runs"])}
-    made = [out / f"{path.stem}-{name}.png" for name in plots]
-    for file, plot in zip(made, plots.values(), strict=True):
-        save_png(plot, file)
-    return made
+    for name, plot in plots.items():
+        save_png(plot, out / f"{path.stem}-{name}.png", inches.get(name, (8.4, 3.6)))
+    return [out / f"{path.stem}-{name}.png" for name in plots]
 
 
 @click.command()

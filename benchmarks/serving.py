@@ -41,13 +41,14 @@ class Serving:
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Serving]:
-    """Serve the tests' tiny model in fp32 until the block ends, on one thread."""
+def serving(*options: str, model: str | None = None) -> Iterator[Serving]:
+    """Serve a model, or else the tests' tiny one in fp32, until the block ends, on one thread."""
     with tempfile.TemporaryDirectory() as folder:
-        tiny_llama(vocab_size=96, dtype=torch.float32, max_position_embeddings=1024).save_pretrained(folder)
-        letters().save_pretrained(folder)
+        if model is None:
+            tiny_llama(vocab_size=96, dtype=torch.float32, max_position_embeddings=1024).save_pretrained(folder)
+            letters().save_pretrained(folder)
         port = _free_port()
-        command = [sys.executable, "-c", _RUN, "serve", "--model", folder, "--served-model-name", MODEL]
+        command = [sys.executable, "-c", _RUN, "serve", "--model", model or folder, "--served-model-name", MODEL]
         command += ["--port", str(port), "--log-level", "warning", *options]
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+_NONE_YET = "No such result is committed yet."
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- measured: (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -191,14 +192,106 @@ def cache_quality() -> str:
     return table(("model", "stored as", "perplexity", "change (± standard error)", "tokens"), rows)
 
 
+def acceptance() -> str:
+    """Return what drafters gain by kind of work, in each committed result of `specdec bench acceptance`."""
+    shown = []
+    for path, result in _of_format("specdec-acceptance"):
+        settings, rows = result["settings"], result["summary"]
+        size = min(row["batch_size"] for row in rows)
+        rows = [row for row in rows if row["batch_size"] == size and row["system"] != settings["baseline"]]
+        found = {(row["name"], row["category"]): row for row in rows}
+        systems, categories = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "category"))
+        lines = [[category, *(_gain(found.get((name, category))) for name in systems)] for category in categories]
+        how = f"{_folder(settings['model'])} in {result['environment']['dtype']} on {result['environment']['device']}, "
+        how += f"temperature {settings['temperature']:g}, at most {settings['max_new_tokens']} tokens, {size} at once "
+        how += f"(`{path.name}`)"
+        figures = {"speedup": "Speed-up by kind of work", "depth": "Acceptance by depth"}
+        drawn = [(what, f"figures/{path.stem}-{name}.png") for name, what in figures.items()]
+        shown += [f"{how}:", table(("kind of work", *systems), lines)]
+        shown += [f"![{what}]({figure})" for what, figure in drawn if (ROOT / "docs" / figure).exists()]
+    return "\n\n".join(shown) or _NONE_YET
+
+
+def _gain(row: dict[str, Any] | None) -> str:
+    """A row's speed-up, its τ where there is one, and how many answers differ, if any do."""
+    if row is None or row["speedup"] is None:
+        return "–"
+    tau = f" (τ {row['mean_acceptance_length']:.2f})" if "mean_acceptance_length" in row else ""
+    different = f", {row['num_different']} of {row['num_compared']} differ" if row["num_different"] else ""
+    return f"{row['speedup']['value']:.2f}×{tau}{different}"
+
+
+def seeds() -> str:
+    """Return each mechanism on and off, in each committed result of `specdec bench seeds`."""
+    shown = []
+    for path, result in _of_format("specdec-seeds"):
+        rows = [
+            [r["name"], *(f"{r[key]:,.0f}" for key in ("on", "off")), r["unit"], f"{r['ratio']:.2f}", r["how"]]
+            for r in result["rows"]
+            if r["ratio"] is not None
+        ]
+        how = f"{result['model']} in {result['environment']['dtype']} on {result['environment']['device']} "
+        how += f"(`{path.name}`)"
+        shown.append(f"{how}:\n\n{table(('mechanism', 'on', 'off', '', '×', 'what was measured'), rows)}")
+    return "\n\n".join(shown) or _NONE_YET
+
+
+def serve_agreement() -> str:
+    """Return the numbers of `specdec bench serve` divided by those of the server's own metrics."""
+    names = {"ttft_ms": "TTFT", "inter_token_ms": "between tokens", "e2el_ms": "end to end"}
+    names |= {"total_input_tokens": "prompt tokens", "total_output_tokens": "tokens"}
+    rows = []
+    for path, result in _of_format("specdec-serve"):
+        for run in result["runs"]:
+            if run["against_server"] is not None:
+                ratios = (f"{run['against_server'][name]:.3f}" for name in names)
+                rows.append([f"`{path.name}`", run["request_rate"] or "all at once", run["completed"], *ratios])
+    return table(("file", "requests a second", "answers", *names.values()), rows) if rows else _NONE_YET
+
+
+def picture() -> str:
+    """Return the README's picture: speed-up by kind of work where that is measured and drawn, else the playground."""
+    for path, result in _of_format("specdec-acceptance"):
+        figure = ROOT / "docs" / "figures" / f"{path.stem}-speedup.png"
+        if figure.exists():
+            caption = (
+                f"Speed-up over `{result['settings']['baseline']}` decoding by kind of work, with quartiles over the "
+            )
+            caption += f"prompts: {result['settings']['model']} on {result['environment']['device']} "
+            caption += f"([`{path.name}`](benchmarks/results/{path.name}))."
+            return f"![Speed-up by kind of work](docs/figures/{figure.name})\n\n{caption}"
+    caption = "The playground of `specdec serve`: an answer with its drafted tokens coloured, beside plain decoding."
+    return f"![The playground](docs/images/playground.png)\n\n{caption}"
+
+
+def _folder(model: str) -> str:
+    """The name of a model that was given by its folder."""
+    return model.rstrip("/").rpartition("/")[2]
+
+
+def _of_format(name: str) -> list[tuple[Path, Any]]:
+    """The results that a command of that format wrote, by file name."""
+    found = ((path, read(path.stem)) for path in sorted(RESULTS.glob("*.json")))
+    return [(path, result) for path, result in found if result.get("format") == name]
+
+
 def provenance() -> str:
     """Return how each committed result was made."""
     rows = []
     for path in sorted(RESULTS.glob("*.json")):
-        result = read(path.stem)
+        result = made(read(path.stem))
         versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "transformers") if name in result)
         rows.append([f"`{path.name}`", f"`{result['command']}`", _machine(result), versions, result.get("commit", "–")])
     return table(("file", "command", "on", "versions", "commit"), rows)
+
+
+def made(result: dict[str, Any]) -> dict[str, Any]:
+    """The command, versions and machine of a result; the files of `specdec bench` hold them in `environment`."""
+    environment = result.get("environment")
+    if environment is None:
+        return result
+    card = {} if environment["device"].startswith("cpu") else {"card": environment["device"]}
+    return environment | environment["packages"] | card | {"commit": environment["commit"] or "–"}
 
 
 def _machine(result: dict[str, Any]) -> str:
@@ -207,9 +300,10 @@ def _machine(result: dict[str, Any]) -> str:
     return f"CPU, {result['threads']} threads" if "threads" in result else "CPU"
 
 
+_BENCH = (acceptance, picture, seeds, serve_agreement)
 _SPEED = (attention, demo, dropin, heads, linear, ngram_gpu, nodes, prefill, products, startup, throughput)
 _EQUALITY = (cache_quality, exact_gpu, property_cases, traffic)
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_SPEED, *_EQUALITY, provenance)}
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_BENCH, *_SPEED, *_EQUALITY, provenance)}
 
 
 def main() -> None:

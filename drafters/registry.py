@@ -47,7 +47,8 @@ def make_drafter(
 
     Args:
         spec: a name ("none", "ngram", "shipped", or "auto": shipped heads or else n-grams), a name and the path of its
-            weights ("medusa:PATH", "draft_model:PATH"), the path of a folder of heads, two of these
+            weights ("medusa:PATH", "draft_model:PATH"; without a path "medusa" takes the shipped heads of whatever
+            kind, as `specdec train medusa` makes all kinds), the path of a folder of heads, two of these
             ("ngram+medusa:PATH": the first where it drafts, else the second), a loaded Hugging Face model, or a
             drafter, which is returned as it is.
         target: the model to draft for; the drafters without weights need none.
@@ -111,6 +112,9 @@ def _named(spec: str | Path | PreTrainedModel, options: dict[str, Any]) -> tuple
     accepted = {option: p for option, p in inspect.signature(factory).parameters.items() if option != "target"}
     _check_options(name, options, list(accepted))
     missing = [p.name for p in accepted.values() if p.default is p.empty and p.name not in options]
+    if missing == ["path"] and name in ("medusa", "hydra", "recurrent"):
+        _check_options(f"{name} without a path", options, ["tree", "max_nodes"])
+        return partial(import_module("specdec.drafters.shipped").load_shipped_of, name), options
     if missing:
         hint = f': write "{name}:PATH"' if missing == ["path"] else ""
         raise ConfigError(f"drafter {name!r} needs {', '.join(missing)}{hint}")

@@ -47,9 +47,32 @@ def load_shipped(
         ConfigError: there are none for this model, or an option is out of bounds.
         CheckpointError: they are damaged.
     """
+    return load_shipped_of("medusa", target, tree=tree, max_nodes=max_nodes)
+
+
+def load_shipped_of(
+    kind: str, target: DraftTarget, *, tree: Sequence[Sequence[int]] | None = None, max_nodes: int | None = None
+) -> HeadsDrafter:
+    """Load the heads that come with the package for the target, if they are of a kind.
+
+    Args:
+        kind: one of `specdec.drafters.heads.KINDS`; "medusa" takes any kind, as `specdec train medusa` makes them all.
+        target, tree, max_nodes: as for `load_shipped`.
+
+    Raises:
+        ConfigError, CheckpointError: as for `load_shipped`, or they are of another kind.
+    """
     folder = shipped_folder(target.fingerprint)
     if folder is None:
-        raise ConfigError("no heads come with the package for this model; train some with `specdec train medusa`")
+        raise ConfigError(
+            "no heads come with the package for this model; train some with `specdec train medusa` and write "
+            f'"{kind}:PATH"'
+        )
+    if kind not in ("medusa", heads_kind(folder)):
+        raise ConfigError(
+            f"the heads that come with the package for this model are of the kind {heads_kind(folder)!r}, not "
+            f'{kind!r}; write "shipped" for those, or "{kind}:PATH" for others'
+        )
     most = NODES.get(target.device.type) if max_nodes is None and tree is None else max_nodes
     drafter = make_drafter(f"{heads_kind(folder)}:{folder}", target, tree=tree, max_nodes=most)
     assert isinstance(drafter, HeadsDrafter)

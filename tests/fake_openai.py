@@ -67,6 +67,8 @@ class FakeServer:
                 names = [] if self.fault == "models" else [{"id": "fake"}]
                 self._head(writer, "200 OK", "application/json")
                 writer.write(json.dumps({"data": names}).encode())
+            elif head.startswith("GET"):
+                self._head(writer, "404 Not Found", "text/plain")
             else:
                 await self._answer(json.loads(body), "chat" in head.split()[1], writer)
             await writer.drain()

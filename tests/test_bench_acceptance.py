@@ -18,7 +18,7 @@ from specdec.bench.acceptance import first_difference, run
 from specdec.bench.counts import accepted_lengths, cumulative_acceptance, mean_accepted, total
 from specdec.bench.parts import node_ranks, watched
 from specdec.bench.results import Result, Settings, read_result
-from specdec.bench.summary import summarize
+from specdec.bench.summary import summarize, system_name
 from specdec.bench.systems import Answer, Room, check_system
 from specdec.cli.main import main
 from specdec.drafters.ngram import NGramDrafter
@@ -169,6 +169,7 @@ class Liar:
     """A peer whose answers differ at the third token."""
 
     exact = False
+    drafter = None
 
     def __init__(self, loaded: Any, path: str | None, room: Room) -> None:
         self.truth = hf_peers.HFGenerate(loaded, None, room)
@@ -222,6 +223,27 @@ def test_a_batch_of_hf_answers_is_that_of_single_ones(folder: Path) -> None:
         hf_peers.HFGenerate(loaded, "x", Room(2, 64))
 
 
+def test_peers_answer_fewer_prompts_and_are_compared_on_those(settings: Settings) -> None:
+    result = run(replace(settings, drafters=(), peers=("hf",), peer_prompts=1, batch_sizes=(2, 1)))
+    asked = {(c.system, c.category, c.batch_size): c.prompts for c in result.cells}
+    assert asked["hf", "copy", 1] == ["a"] and asked["plain", "copy", 1] == ["a", "b"] == asked["hf", "copy", 2]
+    cells = {c.key: c for c in result.cells if c.batch_size == 1}
+    ours, hf = cells["plain", None, "copy", 1], cells["hf", None, "copy", 1]
+    (row,) = (r for r in summarize(result) if (r["system"], r["category"], r["batch_size"]) == ("hf", "copy", 1))
+    want = (hf.num_tokens[0] / hf.seconds[0]) / (ours.num_tokens[0] / ours.seconds[0])
+    assert row["speedup"] == {key: pytest.approx(want) for key in ("value", "low", "high")}
+    assert [c.split is not None for c in result.cells if c.system == "plain"] == [True, True, False, False]
+
+
+def test_a_result_says_what_a_drafters_name_stood_for(settings: Settings) -> None:
+    rows = summarize(run(replace(settings, drafters=("auto", "ngram+early_exit"), categories=("talk",))))
+    assert [(r["system"], r["drafter"], system_name(r)) for r in rows[::2]] == [
+        ("plain", "none", "plain"),
+        ("auto", "ngram", "auto (ngram)"),
+        ("ngram+early_exit", "ngram+early_exit", "ngram+early_exit"),
+    ]
+
+
 def test_an_interrupted_run_goes_on(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, settings = tmp_path / "out.json", replace(settings, batch_sizes=(1, 2))
     whole = run(settings)
@@ -262,7 +284,7 @@ def test_a_file_of_something_else_is_refused(settings: Settings, tmp_path: Path)
 
 
 def _torn() -> str:
-    return json.dumps({"format": "specdec-acceptance", "version": 1, "cells": []})
+    return json.dumps({"format": "specdec-acceptance", "version": 2, "cells": []})
 
 
 def test_a_failing_peer_ends_alone(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,7 +13,9 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import tables
 from benchmarks.figures import main as draw_figures
+from specdec.bench.mechanisms import Row
 from specdec.bench.page import page, trees, write_page
 from specdec.bench.plots import load_plot, save_png, tree_places
 from specdec.bench.results import Cell, Divergence, Failure, Result, Settings, read_result, write_json
@@ -33,7 +35,8 @@ def cell(system: str, category: str, seconds: list[float], stats: SpeculationSta
     different = [Divergence("chat-02", 3, 1e-5)] if system == "hf" else []
     ids = [f"{category}-{i:02d}" for i in range(len(seconds))]
     compared = None if system == "plain" else different
-    return Cell(system, None, category, 1, ids, seconds, [10] * len(seconds), stats, compared, parts, 5_000_000)
+    drafter, tokens = {"ngram": "ngram", "plain": "none"}.get(system), [10] * len(seconds)
+    return Cell(system, drafter, None, category, 1, ids, seconds, tokens, stats, compared, parts, 5_000_000)
 
 
 @pytest.fixture
@@ -49,8 +52,8 @@ def result() -> Result:
         cell("hf", "chat", [2.0, 4.0, 8.0], None, False),
     ]
     environment = {
-        "command": "specdec bench acceptance", "measured": "2026-01-01T00:00:00+00:00", "specdec": "0", "python": "3",
-        "packages": {"torch": "2"}, "device": "cpu", "dtype": "float32", "threads": 1,
+        "command": "specdec bench acceptance", "measured": "2026-01-01T00:00:00+00:00", "specdec": "0", "commit": None,
+        "python": "3", "packages": {"torch": "2"}, "device": "cpu", "dtype": "float32", "threads": 1,
     }  # fmt: skip
     failed = [Failure("vllm", None, None, None, "ModuleNotFoundError: No module named 'vllm'")]
     return Result(settings, environment, cells, failed, {"chat-00": [1, 2], "chat-01": []})
@@ -115,10 +118,18 @@ def test_the_page_stands_alone(result: Result, tmp_path: Path) -> None:
     assert len(svgs) == 4
     for svg in svgs:
         ElementTree.fromstring(svg)
-    write_page(result, tmp_path / "x.html")
+    write_page(text, tmp_path / "x.html")
     assert (tmp_path / "x.html").read_text() == text
     with pytest.raises(ConfigError, match="can't be written"):
-        write_page(result, tmp_path / "no" / "x.html")
+        write_page(text, tmp_path / "no" / "x.html")
+
+
+def test_lists_of_plain_values_stand_on_one_line(tmp_path: Path) -> None:
+    value = {"a": [1, 2.5, None], "tree": [[[0], 8, 4], [[0, 0], 4, 1]], "rows": [{"x": []}, {}], "é": "[{", "t": (1,)}
+    write_json(tmp_path / "x.json", value)
+    text = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {**value, "t": [1]}
+    assert text.splitlines()[1:5] == [' "a": [1, 2.5, null],', ' "tree": [', "  [[0], 8, 4],", "  [[0, 0], 4, 1]"]
 
 
 def test_trees_of_all_cells_are_added(result: Result) -> None:
@@ -148,6 +159,37 @@ def test_figures_have_the_same_bytes_in_every_process(result: Result, tmp_path: 
     assert made[0] == made[1]
     assert sorted(made[0]) == [f"acceptance_x-{name}.png" for name in ("depth", "speedup", "tree-ngram")]
     assert all(data.startswith(b"\x89PNG") for data in made[0].values())
+
+
+def test_committed_results_are_shown_in_the_documents(
+    result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ours = tmp_path / "benchmarks/results", result.as_json(summarize(result))
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(tables, "RESULTS", folder)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    for show in (tables.acceptance, tables.seeds, tables.serve_agreement):
+        assert "No such result" in show()
+    write_json(folder / "acceptance_x.json", ours)
+    assert "playground" in tables.picture()
+    files = [str(folder), str(tmp_path / "docs/figures")]
+    assert CliRunner().invoke(draw_figures, files).exit_code == 0
+    assert "![Speed-up by kind of work](docs/figures/acceptance_x-speedup.png)" in tables.picture()
+    shown = tables.acceptance()
+    assert "| chat | 2.80× (τ 1.50) | 0.50×, 1 of 3 differ |" in shown and "| code | 1.50× (τ 1.50) | – |" in shown
+    assert "on cpu, temperature 0" in shown and "(figures/acceptance_x-depth.png)" in shown
+    rows = [Row("paged pool", 30.0, 20.0, "tok/s", "how"), Row("captured steps", None, None, "", "not available")]
+    seeds = {"format": "specdec-seeds", "model": "m", "environment": ours["environment"] | {"device": "NVIDIA X"}}
+    write_json(folder / "seeds_x.json", seeds | {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
+    assert "| paged pool | 30 | 20 | tok/s | 1.50 | how |" in tables.seeds() and "captured" not in tables.seeds()
+    ratios = dict.fromkeys(("ttft_ms", "inter_token_ms", "e2el_ms", "total_input_tokens", "total_output_tokens"), 1.01)
+    run = {"request_rate": 2.0, "completed": 9, "against_server": ratios}
+    serve = {"format": "specdec-serve", "command": "c", "torch": "2", "threads": 1, "runs": [run]}
+    write_json(folder / "serve_x.json", serve)
+    assert "| `serve_x.json` | 2.0 | 9 | 1.010 |" in tables.serve_agreement()
+    assert [line.split(" | ")[2] for line in tables.provenance().splitlines()[2:]] == [
+        "CPU, 1 threads", "NVIDIA X", "CPU, 1 threads",
+    ]  # fmt: skip
 
 
 def test_latency_is_drawn_against_load(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """`bench serve` against a server whose times are known."""
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from statistics import mean, median
 
@@ -9,10 +11,14 @@ from click.testing import CliRunner, Result
 
 from specdec.bench.dataset import load_prompts
 from specdec.bench.latencies import Timing, num_good, parse_limits, summarize_timings
-from specdec.bench.serve import ServeSettings, arrivals, draw, measure_server
+from specdec.bench.serve import ServeSettings, _note, arrivals, draw, measure_server
+from specdec.cli.bench.serve import _agreement
 from specdec.cli.main import main
 from specdec.errors import ConfigError
 from tests.fake_openai import CHUNK_TOKENS, FakeServer
+from tests.server import served, tiny_llm
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4}
 
 
 def bench(server: FakeServer, *args: str) -> Result:
@@ -33,6 +39,16 @@ def test_times_follow_from_when_pieces_came() -> None:
     summary = summarize_timings([t, one])
     assert summary["ttft_ms"] == pytest.approx({"mean": 1250, "median": 1250, "p99": 500 + 0.99 * 1500})
     assert summarize_timings([one])["inter_token_ms"] is None
+
+
+def test_tokens_without_text_are_a_piece_where_the_server_tells_them() -> None:
+    timing = Timing(start=0.0)
+    opening = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+    half = {"choices": [{"delta": {"content": ""}, "trace": [{}]}]}  # of a character
+    whole = {"choices": [{"delta": {"content": "é"}, "trace": [{}, {}]}]}
+    for now, event in enumerate((opening, half, whole, {"choices": [], "usage": USAGE})):
+        _note(timing, event, float(now))
+    assert (timing.chunks, timing.chunk_tokens, timing.num_output_tokens) == ([1.0, 2.0], [1, 2], 4)
 
 
 def test_pauses_are_poisson_or_come_in_bursts() -> None:
@@ -92,19 +108,25 @@ def test_a_key_is_sent_and_not_written(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     with FakeServer().running() as server:
         assert bench(server, "--json", str(tmp_path / "out.json")).exit_code == 0
-    assert len(server.heads) == 5 and all("authorization: bearer sesame" in head.lower() for head in server.heads)
+    asked = [head.split()[1] for head in server.heads]
+    assert Counter(asked) == {"/v1/models": 1, "/v1/chat/completions": 4, "/metrics": 2}
+    assert all("authorization: bearer sesame" in head.lower() for head in server.heads)
     assert "sesame" not in (tmp_path / "out.json").read_text()
 
 
 def test_rates_and_concurrency_are_kept(tmp_path: Path) -> None:
     with FakeServer().running() as server:
-        args = ["--request-rate", "50,inf", "--max-concurrency", "2", "--save-result", "--result-dir", str(tmp_path)]
-        result = bench(server, *args, "--model", "org/x", "--extra-body", '{"top_k": 1}', "--ignore-eos")
+        args = ["--request-rate", "50,inf", "--max-concurrency", "2", "--html", str(tmp_path / "x.html")]
+        args += ["--save-result", "--result-dir", str(tmp_path), "--model", "org/x"]
+        result = bench(server, *args, "--extra-body", '{"top_k": 1}', "--ignore-eos")
     assert result.exit_code == 0, result.output
     assert server.most_at_once == 2 and len(server.bodies) == 8
     assert [b["top_k"] for b in server.bodies] == [1] * 8 and server.bodies[0]["ignore_eos"] is True
     (path,) = tmp_path.glob("serve-org--x-*.json")
     value = json.loads(path.read_text())
+    shown = (tmp_path / "x.html").read_text()
+    assert "50 requests a second" in shown and "all at once" in shown and "Latency against load" in shown
+    assert "<svg" in shown and not re.search(r"<script|<link|src=|url\(http|@import", shown)
     assert [run["request_rate"] for run in value["runs"]] == value["settings"]["request_rates"] == [50, None]
     first = server.arrived[:4]
     assert first == sorted(first) and {json.dumps(b) for b in server.bodies[:4]} == {
@@ -157,3 +179,28 @@ def test_limits_are_read() -> None:
     assert parse_limits(["ttft:200", "e2el:1e3"]) == {"ttft": 200, "e2el": 1000}
     with pytest.raises(ConfigError):
         parse_limits(["ttft:-1"])
+
+
+def test_the_servers_own_metrics_stand_beside_ours() -> None:
+    with served(tiny_llm(num_blocks=256)) as server:
+        server.chat()  # what was asked before doesn't count
+        settings = ServeSettings(
+            base_url=server.url, num_prompts=4, max_new_tokens=9, extra_body={"speculation": {"trace": True}}
+        )
+        (run,) = measure_server(settings, load_prompts("builtin", ["chat"]), lambda rate, done: None)
+    names = ("completed", "total_input_tokens", "total_output_tokens")
+    assert [run["server"][name] for name in names] == [run[name] for name in names] and run["completed"] == 4
+    assert [run["against_server"][name] for name in names] == [1, 1, 1]
+    for name in ("ttft_ms", "inter_token_ms", "e2el_ms"):
+        assert run["against_server"][name] == run[name]["mean"] / run["server"][name]
+    assert run["against_server"]["ttft_ms"] > 1 < run["against_server"]["e2el_ms"]  # the way to the server comes on top
+    assert "divided by the server's own metrics: completed 1.000" in _agreement(run)
+    assert "counted 5 answers" in _agreement(run | {"server": run["server"] | {"completed": 5}})
+
+
+def test_other_servers_have_no_metrics_of_ours() -> None:
+    with FakeServer().running() as server:
+        (run,) = measure_server(
+            ServeSettings(base_url=server.url, num_prompts=1), load_prompts("builtin"), lambda rate, done: None
+        )
+    assert run["server"] is None and run["against_server"] is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tables import PLACE, RESULTS, ROOT, TABLES, documents, fill, read
+from benchmarks.tables import PLACE, RESULTS, ROOT, TABLES, documents, fill, made, read
 from specdec.cache.pages import KVLayout
 from specdec.drafters.registry import DRAFTERS, drafts_on_device
 from specdec.engine.capturable import EAGER_PARAMETERS
@@ -65,7 +65,7 @@ def test_what_the_pages_say_about_the_figures_is_so() -> None:
     gains = {prompt: r["speculative"] / r["hf"] for prompt, r in demo.items()}
     for ratios in (gains, gpu):
         assert set(sorted(ratios, key=ratios.__getitem__)[-2:]) == {"rewriting", "extraction"}
-    cards = {read(path.stem).get("card", "CPU") for path in RESULTS.glob("*.json")}
+    cards = {made(read(path.stem)).get("card", "CPU") for path in RESULTS.glob("*.json")}
     assert cards == {"CPU", "NVIDIA H100 80GB HBM3", "NVIDIA H200"}
 
 

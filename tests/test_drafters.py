@@ -366,7 +366,9 @@ def test_registered_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ngram", {"num_speculative_tokens": 64}, "63"),
         ("ngram", {"prompt_lookup_min": 5}, "prompt_lookup_max.*from 5"),
         ("ngram", {"max_paths": "3"}, "max_paths"),
-        ("medusa", {}, 'needs path: write "medusa:PATH"'),
+        ("draft_model", {}, 'needs path: write "draft_model:PATH"'),
+        ("medusa", {}, "pass the target"),
+        ("medusa", {"allow_pickle": True}, "'medusa without a path' has no option 'allow_pickle'"),
         ("medusa:folder", {}, "pass the target"),
         ("ngram+medusa:folder", {}, "pass the target"),
         ("medusa:", {}, "no path"),
@@ -379,12 +381,12 @@ def test_unknown_names_and_options(spec: Any, options: dict[str, Any], match: st
         make_drafter(spec, **options)
 
 
-@pytest.mark.parametrize("spec", ["none", "ngram", "early_exit", "medusa:nowhere", "ngram+draft_model:nowhere"])
+@pytest.mark.parametrize("spec", ["none", "ngram", "medusa", "medusa:nowhere", "ngram+draft_model:nowhere"])
 def test_names_are_checked_without_a_target_and_without_weights(spec: str) -> None:
     check_drafter(spec)
     check_drafter(NoDrafter())
     with pytest.raises(ConfigError, match="has no option 'colour'"):
         check_drafter(spec, colour="red")
-    for wrong in ("ngramm", "ngram+ngramm", "medusa", object()):
+    for wrong in ("ngramm", "ngram+ngramm", "draft_model", object()):
         with pytest.raises(ConfigError):
             check_drafter(wrong)  # type: ignore[arg-type]

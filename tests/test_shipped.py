@@ -64,6 +64,15 @@ def test_shipped_heads_are_the_default(folder: Path, heads: Path) -> None:
     assert LLM(folder, "ngram", device="cpu").engine.drafter.name == "ngram", "a named drafter overrides"
 
 
+def test_a_kind_without_a_path_names_shipped_heads(folder: Path, heads: Path) -> None:
+    for name in ("medusa", "hydra", "ngram+medusa"):  # `specdec train medusa` makes all kinds
+        drafter = LLM(folder, name, device="cpu").engine.drafter
+        assert drafter.name in ("hydra", "ngram+hydra")
+    assert LLM(folder, "medusa", device="cpu", drafter_options={"max_nodes": 3}).engine.drafter.choices == TREE[:2]
+    with pytest.raises(ConfigError, match="are of the kind 'hydra', not 'recurrent'; write \"shipped\""):
+        LLM(folder, "recurrent", device="cpu")
+
+
 def test_other_models_draft_with_n_grams(heads: Path) -> None:
     target = target_of(tiny_llama())
     for drafter in (make_drafter("auto", target), make_drafter("auto")):

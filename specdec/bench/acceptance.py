@@ -30,7 +30,7 @@ from specdec.hub.load import Loaded
 from specdec.params import MAX_SEED, SamplingParams
 
 SPLIT_PROMPTS = 3
-"""Prompts of each cell that are answered again to see where the time goes."""
+"""Prompts of each category that are answered again, together, to see where the time goes; at the least batch size."""
 Report = Callable[[Result, str], None]
 """Is told the result so far and what comes next."""
 
@@ -125,7 +125,7 @@ class _Runner:
     def _missing(self, case: _Case) -> list[tuple[int, str]]:
         done = {cell.key for cell in self.result.cells}
         categories = dict.fromkeys(one.prompt.category for one in self.asked)
-        cells = [(batch, category) for batch in self.settings.batch_sizes for category in categories]
+        cells = [(batch, category) for batch in sorted(self.settings.batch_sizes) for category in categories]
         return [(b, c) for b, c in cells if (case.name, case.max_nodes, c, b) not in done]
 
     def _run_case(self, case: _Case, missing: Sequence[tuple[int, str]]) -> None:
@@ -151,7 +151,7 @@ class _Runner:
         return open_system(case.name, self.loaded, room, deterministic=self.settings.deterministic)
 
     def _measure(self, case: _Case, system: System, category: str, batch_size: int) -> Cell:
-        asked = [one for one in self.asked if one.prompt.category == category]
+        asked = self._asked_of(case, category, batch_size)
         groups = [asked[i : i + batch_size] for i in range(0, len(asked), batch_size)]
         device = self.loaded.model.device
         reset_peak(device)
@@ -160,9 +160,10 @@ class _Runner:
         memory = memory_bytes(device)
         answers = [answer for group, _ in timed for answer in group]
         stats = [answer.stats for answer in answers if answer.stats is not None]
-        some = asked[:SPLIT_PROMPTS]
+        some = asked[:SPLIT_PROMPTS] if batch_size == min(self.settings.batch_sizes) else []
         return Cell(
             case.name,
+            system.drafter,
             case.max_nodes,
             category,
             batch_size,
@@ -171,9 +172,17 @@ class _Runner:
             [sum(len(answer.token_ids) for answer in group) for group, _ in timed],
             total(stats) if stats else None,
             self._compare(case, system, asked, answers),
-            system.split([one.ids for one in some], [one.params for one in some]),
+            system.split([one.ids for one in some], [one.params for one in some]) if some else None,
             memory,
         )
+
+    def _asked_of(self, case: _Case, category: str, batch_size: int) -> list[_Asked]:
+        """The category's prompts; of those for peers whole groups alone, so that they are the baseline's groups."""
+        asked = [one for one in self.asked if one.prompt.category == category]
+        most = self.settings.peer_prompts
+        if most is None or case.name not in self.settings.peers:
+            return asked
+        return asked[: -(-most // batch_size) * batch_size]
 
     def _compare(
         self, case: _Case, system: System, asked: Sequence[_Asked], answers: Sequence[Answer]

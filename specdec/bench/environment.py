@@ -2,6 +2,7 @@
 
 import gc
 import platform
+import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -17,11 +18,12 @@ _PACKAGES = ("torch", "transformers", "triton", "vllm", "economize", "flashspec"
 
 
 def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the versions, the device and the command, as every result file names them."""
+    """Return the versions, the device and the command, as every result file names them; the commit of a checkout."""
     return {
         "command": " ".join(["specdec", *sys.argv[1:]]),
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "specdec": __version__,
+        "commit": _commit(),
         "python": platform.python_version(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
         "device": device_name(device),
@@ -52,6 +54,18 @@ def release_memory(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _commit() -> str | None:
+    """The checkout's commit, "-dirty" where files differ from it; None for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git here, or it may not read the checkout
+        return None
 
 
 def _version(name: str) -> str | None:

@@ -28,6 +28,7 @@ class HFGenerate:
     """
 
     exact = False
+    drafter: str | None = None
     takes_path = False
 
     def __init__(self, loaded: Loaded, path: str | None, room: Room) -> None:

@@ -31,6 +31,7 @@ class _Peer:
     """
 
     exact = False
+    drafter: str | None = None
 
     def __init__(self, loaded: Loaded, path: str | None, room: Room) -> None:
         if path is not None:

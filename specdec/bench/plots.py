@@ -62,19 +62,19 @@ def _figure(draw: Draw, size: tuple[float, float]) -> "Figure":
 
 
 def depth_plot(rows: Sequence[Row]) -> Draw:
-    """Acceptance by depth of each drafter over all categories: given the depth before, and of all forwards."""
+    """Acceptance by depth of each drafter over all categories: where that depth was reached, and of all forwards."""
 
     def draw(axes: "Axes") -> None:
         for i, row in enumerate(_drafters(rows)):
-            for key, style, what in (
-                ("acceptance_by_depth", "o-", "if reached"),
-                ("cumulative_by_depth", "o--", "all"),
+            for key, style, name in (
+                ("acceptance_by_depth", "o-", row["name"]),
+                ("cumulative_by_depth", "o--", None),
             ):
                 rates = row[key]
-                axes.plot(range(1, 1 + len(rates)), rates, style, color=f"C{i}", ms=3, label=f"{label(row)}, {what}")
-        axes.set(xlabel="depth of the draft token", ylabel="accepted", ylim=(0, 1.02))
+                axes.plot(range(1, 1 + len(rates)), rates, style, color=f"C{i}", ms=3, label=name)
+        axes.set(xlabel="depth of the draft token", ylabel="accepted where reached; dashed: of all", ylim=(0, 1.02))
         axes.set_xticks(range(1, 1 + max((len(row["acceptance_by_depth"]) for row in _drafters(rows)), default=1)))
-        axes.legend(frameon=False)
+        _legend(axes)
 
     return draw
 
@@ -88,9 +88,9 @@ def length_plot(rows: Sequence[Row]) -> Draw:
             counts = row["accepted_lengths"]
             width = 0.8 / len(shown)
             places = [n - 0.4 + width * (i + 0.5) for n in range(len(counts))]
-            axes.bar(places, [count / sum(counts) for count in counts], width, label=label(row))
+            axes.bar(places, [count / sum(counts) for count in counts], width, label=row["name"])
         axes.set(xlabel="draft tokens delivered by a forward", ylabel="share of forwards")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     return draw
 
@@ -101,10 +101,10 @@ def speedup_plot(rows: Sequence[Row], baseline: str) -> Draw:
     def draw(axes: "Axes") -> None:
         compared = [row for row in rows if row["speedup"] is not None]
         categories = list(dict.fromkeys(row["category"] for row in compared if row["category"] != ALL)) + [ALL]
-        names = list(dict.fromkeys(label(row) for row in compared))
+        names = list(dict.fromkeys(row["name"] for row in compared))
         width = 0.8 / max(1, len(names))
         for i, name in enumerate(names):
-            shown = [row for row in compared if label(row) == name]
+            shown = [row for row in compared if row["name"] == name]
             places = [categories.index(row["category"]) - 0.4 + width * (i + 0.5) for row in shown]
             values = [row["speedup"]["value"] for row in shown]
             low = [max(0.0, row["speedup"]["value"] - row["speedup"]["low"]) for row in shown]
@@ -113,7 +113,7 @@ def speedup_plot(rows: Sequence[Row], baseline: str) -> Draw:
         axes.axhline(1, color="0.4", lw=0.8)
         axes.set(ylabel=f"× against {baseline}", xticks=range(len(categories)))
         axes.set_xticklabels(categories, rotation=20, ha="right")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     return draw
 
@@ -122,7 +122,7 @@ def tree_plot(tree: Tree) -> Draw:
     """A tree of drafts; beside each node the share of the times proposed that it was accepted."""
 
     def draw(axes: "Axes") -> None:
-        shown = sorted(sorted(tree, key=lambda node: (-node[1], len(node[0]), node[0]))[:_MOST_NODES])
+        shown = _shown(tree)
         nodes = {tuple(ranks): accepted / proposed for ranks, proposed, accepted in shown}
         places = tree_places(list(nodes))
         for ranks, chance in nodes.items():
@@ -136,6 +136,16 @@ def tree_plot(tree: Tree) -> Draw:
         axes.set_axis_off()
 
     return draw
+
+
+def _shown(tree: Tree) -> list[tuple[Sequence[int], int, int]]:
+    return sorted(sorted(tree, key=lambda node: (-node[1], len(node[0]), node[0]))[:_MOST_NODES])
+
+
+def tree_size(tree: Tree) -> tuple[float, float]:
+    """Return the size of a tree's plot in inches: by its leaves and its depth."""
+    places = tree_places([tuple(ranks) for ranks, *_ in _shown(tree)]).values()
+    return 1.5 + 0.45 * max(x for x, _ in places), 0.6 - 0.5 * min(y for _, y in places)
 
 
 def tree_places(nodes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, float]]:
@@ -162,21 +172,30 @@ def load_plot(runs: Sequence[Row]) -> Draw:
     """Latency against load: median and 99th percentile of TTFT and TPOT by requests a second."""
 
     def draw(axes: "Axes") -> None:
-        at = [run["request_throughput"] for run in runs]
         for i, name in enumerate(("ttft", "tpot")):
+            timed = [run for run in runs if run[f"{name}_ms"] is not None]
+            at = [run["request_throughput"] for run in timed]
             for key, style in (("median", "o-"), ("p99", "o--")):
-                axes.plot(at, [run[f"{name}_ms"][key] for run in runs], style, color=f"C{i}", label=f"{name} {key}")
-        axes.set(xlabel="requests a second", ylabel="ms", yscale="log")
-        axes.legend(frameon=False)
+                shown = f"{name.upper()}, {'median' if key == 'median' else '99th percentile'}"
+                axes.plot(at, [run[f"{name}_ms"][key] for run in timed], style, color=f"C{i}", ms=3, label=shown)
+        axes.set(xlabel="answers a second", ylabel="ms", yscale="log")
+        _legend(axes)
 
     return draw
 
 
-def label(row: Row) -> str:
-    """Return what to call a row's system where several tree and batch sizes stand side by side."""
-    nodes = "" if row["max_nodes"] is None else f" ≤{row['max_nodes']}"
-    batch = "" if row["batch_size"] == 1 else f", batch {row['batch_size']}"
-    return f"{row['system']}{nodes}{batch}"
+def _legend(axes: "Axes") -> None:
+    """Above the plot, where it hides nothing, in as many columns as there is room for."""
+    figure, (_, names) = axes.get_figure(root=True), axes.get_legend_handles_labels()
+    assert figure is not None, "it was drawn on one"
+    room = 11 * figure.get_figwidth()  # letters
+    num_columns = int(room / (6 + max(map(len, names), default=0)))
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=max(1, min(4, num_columns)))
+
+
+def batches(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """Return the rows of each batch size; counts of tokens are the same in all of them."""
+    return {n: [row for row in rows if row["batch_size"] == n] for n in sorted({row["batch_size"] for row in rows})}
 
 
 def _drafters(rows: Sequence[Row]) -> list[Row]:

@@ -12,7 +12,7 @@ from specdec.hub.cache import replace_file
 from specdec.outputs import SpeculationStats
 
 FORMAT = "specdec-acceptance"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class Settings:
         prompts: "builtin" or a file.
         categories: of the prompts; empty for all.
         num_prompts: of each category; None for all.
+        peer_prompts: of those the ones that peers answer, in whole batches; None for all.
         temperature: 0 is greedy.
         max_new_tokens: of each answer.
         batch_sizes: prompts that are answered together.
@@ -45,6 +46,7 @@ class Settings:
     prompts: str = "builtin"
     categories: tuple[str, ...] = ()
     num_prompts: int | None = None
+    peer_prompts: int | None = None
     temperature: float = 0.0
     max_new_tokens: int = 128
     batch_sizes: tuple[int, ...] = (1,)
@@ -89,16 +91,18 @@ class Cell:
 
     Args:
         system, max_nodes, category, batch_size: which.
+        drafter: the drafter that the system turned out to use, such as "ngram+recurrent" of "auto"; None for peers.
         prompts: the prompts' ids in order.
         seconds: of each group of `batch_size` prompts.
         num_tokens: delivered in each group.
         stats: counters of all answers together; None for peers, which have none.
         divergences: None where the baseline's tokens are no reference: a peer that samples, or the baseline itself.
-        split: where the time went; None for peers.
+        split: where the time went; None for peers, and but for the least batch size.
         memory_bytes: peak on a GPU, held by the process on a CPU.
     """
 
     system: str
+    drafter: str | None
     max_nodes: int | None
     category: str
     batch_size: int
@@ -157,11 +161,29 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it can't be written.
     """
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    text = _json(value) + "\n"
     try:
         replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: can't be written ({error.strerror}); give another file") from error
+
+
+def _json(value: Any, indent: str = "") -> str:
+    """As `json.dumps` with an indent of 1, but for lists of plain values, which keep to one line."""
+    spread = isinstance(value, Mapping) or (
+        isinstance(value, list | tuple) and any(isinstance(v, Mapping | list | tuple) for v in value)
+    )
+    if not spread or not value:
+        return json.dumps(value, ensure_ascii=False)
+    inner = indent + " "
+    if isinstance(value, Mapping):
+        lines = [f"{json.dumps(name, ensure_ascii=False)}: {_json(v, inner)}" for name, v in value.items()]
+        return "{\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}}}"
+    if all(isinstance(v, list | tuple) for v in value):  # a table: a line a row
+        lines = [json.dumps(v, ensure_ascii=False) for v in value]
+    else:
+        lines = [_json(v, inner) for v in value]
+    return "[\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}]"
 
 
 def read_result(path: Path) -> Result:

@@ -1,9 +1,10 @@
 """`bench seeds`: each mechanism on and off in one run, everything else equal. One function a row.
 
-A row whose mechanism this build or device lacks says why and has no figures.
+A row whose mechanism this model or device lacks says why and has no figures.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -19,8 +20,10 @@ from specdec.bench.mechanisms import (
     prompt_tokens_per_second,
     tokens_per_second,
 )
-from specdec.bench.systems import PLAIN, Room, fitting, has_option, make_llm
+from specdec.bench.systems import PLAIN, Room, fitting, make_llm
 from specdec.build import build_engine
+from specdec.engine.async_engine import AsyncEngine
+from specdec.engine.engine import Engine
 from specdec.errors import ConfigError, UnsupportedModel
 from specdec.kernels.ops import TORCH_OPS
 from specdec.models.decoder import Decoder
@@ -29,6 +32,9 @@ from specdec.params import SamplingParams
 from specdec.verifier.nodes import NodeContext, VerifyQuery
 from specdec.verifier.processors import process_logits
 from specdec.verifier.rules import choose
+
+CHOICES = 20
+"""Steps' choices that are timed together."""
 
 
 def continuous_batching(bench: Bench) -> Row:
@@ -72,26 +78,23 @@ def paged_pool(bench: Bench) -> Row:
 
 
 def quantized_pages(bench: Bench) -> Row:
-    """Keys and values in int8, against the model's own dtype, in the same memory."""
-    name = "quantized pages"
-    if not has_option("kv_cache_dtype"):
-        return missing(name, "this build stores keys and values as they are")
+    """Keys and values in int8, against the model's own dtype, in the same memory, which limits how many run at once."""
+    prompts = sorted(bench.work.prompts, key=len)[-2 * bench.num_seqs :]
     per_request = -(-(bench.work.room(1).max_len + 64) // BLOCK)
-    reserved = max(1, bench.num_seqs // 4)
-    plain = bench.llm(num_blocks=reserved * per_request)
-    small = bench.llm(kv_cache_dtype="int8")
-    ratio = plain.engine.pages.layout.bytes_per_token / small.engine.pages.layout.bytes_per_token
-    small = bench.llm(kv_cache_dtype="int8", num_blocks=int(reserved * per_request * ratio))
-    how = f"int8 pages, {ratio:.2f} times as many blocks in the memory of {reserved} of the longest requests"
-    runs = (partial(tokens_per_second, llm, bench.work.prompts, bench.lengths()) for llm in (small, plain))
-    return compare(name, "tok/s", how, *runs)
+    held = max(1, bench.num_seqs // 2)
+    plain = bench.llm(num_blocks=held * per_request)
+    layout = plain.engine.pages.layout
+    ratio = layout.bytes_per_token / layout.stored_as("int8").bytes_per_token
+    small = bench.llm(kv_cache_dtype="int8", num_blocks=int(held * per_request * ratio))
+    how = f"{len(prompts)} prompts of {len(prompts[0])} to {len(prompts[-1])} tokens in the memory of {held} of the "
+    how += f"longest requests; int8 pages hold {ratio:.2f} times as many tokens there; at most {bench.num_seqs} at once"
+    params = [bench.work.params] * len(prompts)
+    runs = (partial(tokens_per_second, llm, prompts, params) for llm in (small, plain))
+    return compare("quantized pages", "tok/s", how, *runs)
 
 
 def prefix_reuse(bench: Bench) -> Row:
     """Requests that share a long beginning, against computing it for each."""
-    name = "prefix reuse"
-    if not has_option("enable_prefix_caching"):
-        return missing(name, "this build computes each prompt anew")
     shared = max(bench.work.prompts, key=len)
     prompts = [shared + ids for ids in bench.together]
     longest = max(map(len, prompts)) + bench.work.max_new_tokens
@@ -104,7 +107,7 @@ def prefix_reuse(bench: Bench) -> Row:
     counted = sum(map(len, prompts))
     how = f"{len(prompts)} prompts whose first {len(shared)} tokens are the same, known from an earlier round"
     runs = (partial(prompt_tokens_per_second, llm, prompts, counted) for llm in (on, off))
-    return compare(name, "prompt tok/s", how, *runs)
+    return compare("prefix reuse", "prompt tok/s", how, *runs)
 
 
 def fused_operators(bench: Bench) -> Row:
@@ -141,7 +144,7 @@ def captured_steps(bench: Bench) -> Row:
     off, prompts = bench.llm(cuda_graphs=False), bench.together
     params = bench.full_length
     runs = (partial(tokens_per_second, llm, prompts, params) for llm in (on, off))
-    return compare(name, "tok/s", f"{len(prompts)} requests at once", *runs)
+    return compare(name, "tok/s", f"{len(prompts)} requests at once, without drafts", *runs)
 
 
 def device_sampling(bench: Bench) -> Row:
@@ -158,22 +161,42 @@ def device_sampling(bench: Bench) -> Row:
     params = [SamplingParams(temperature=0.8, seed=i) for i in range(rows)]
     nodes = [NodeContext(i, VerifyQuery(p, [0], i, ()), ()) for i, p in enumerate(params)]
 
-    def on() -> float:
-        start = perf_counter()
+    def on() -> None:
         choose_on_device(logits, temperature, seeds, positions, vocab_size).tolist()
-        return rows / (perf_counter() - start)
 
-    def off() -> float:
-        start = perf_counter()
+    def off() -> None:
         choose(process_logits(logits.cpu(), nodes, vocab_size), nodes).tolist()
-        return rows / (perf_counter() - start)
 
-    return compare(name, "rows/s", f"{rows} rows of {vocab_size} logits at temperature 0.8", on, off)
+    def rate(choice: Callable[[], None]) -> float:
+        start = perf_counter()
+        for _ in range(CHOICES):
+            choice()
+        return rows * CHOICES / (perf_counter() - start)
+
+    how = f"{rows} rows of {vocab_size} logits at temperature 0.8, until the tokens are on the host"
+    return compare(name, "rows/s", how, partial(rate, on), partial(rate, off))
 
 
 def overlapped_tokenizing(bench: Bench) -> Row:
-    """Tokenizing and detokenizing beside the device."""
-    return missing("overlapped tokenizing", "the engine detokenizes between steps, and has no switch for it")
+    """Text made by a thread of its own beside the steps, as the server does, against between the steps."""
+    llm, prompts, params = bench.llm(), bench.together, bench.full_length
+    how = f"{len(prompts)} requests at once; on is the server's engine, off the offline one; both make the whole text"
+    off = partial(tokens_per_second, llm, prompts, params)
+    return compare(
+        "overlapped tokenizing", "tok/s", how, lambda: asyncio.run(_served(llm.engine, prompts, params)), off
+    )
+
+
+async def _served(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> float:
+    """Answer all prompts by threads of their own for steps and text; return output tokens a second."""
+    served = AsyncEngine(engine)
+    served.start()
+    start = perf_counter()
+    calls = [served.submit([ids], one) for ids, one in zip(prompts, params, strict=True)]
+    chunks = [chunk for answers in calls async for chunk in answers]
+    seconds = perf_counter() - start
+    await served.close()
+    return sum(len(chunk.token_ids) for chunk in chunks) / seconds
 
 
 def draft_heads(bench: Bench) -> Row:
@@ -202,14 +225,14 @@ ROWS: Mapping[str, Callable[[Bench], Row]] = {
     "continuous-batching": continuous_batching,
     "packed-prefill": packed_prefill,
     "paged-pool": paged_pool,
-    "quantized-pages": quantized_pages,
     "prefix-reuse": prefix_reuse,
     "fused-operators": fused_operators,
     "captured-steps": captured_steps,
     "device-sampling": device_sampling,
-    "overlapped-tokenizing": overlapped_tokenizing,
     "ngram-drafts": ngram_drafts,
     "draft-heads": draft_heads,
+    "overlapped-tokenizing": overlapped_tokenizing,
+    "quantized-pages": quantized_pages,
 }
 """Name → what measures the row."""
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.bench.dataset import Prompt
 from specdec.bench.latencies import Timing, num_good, summarize_timings
+from specdec.bench.server_metrics import against_server, seen_by_server, server_totals
 from specdec.errors import ConfigError, SpecdecError
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
 FORMAT = "specdec-serve"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +110,12 @@ async def _measure(
         for rate in settings.request_rates:
             bodies = [_body(settings, model, prompt) for prompt in draw(prompts, settings.num_prompts, settings.seed)]
             at = arrivals(len(bodies), rate, settings.burstiness, settings.seed)
-            start = perf_counter()
+            before, start = await server_totals(client), perf_counter()
             results = await _send_all(client, settings, bodies, at, partial(progress, rate))
-            runs.append(_run(settings, rate, results, perf_counter() - start))
+            run = _run(settings, rate, results, perf_counter() - start)
+            run["server"] = seen_by_server(before, await server_totals(client))
+            run["against_server"] = against_server(run, run["server"])
+            runs.append(run)
     return runs
 
 
@@ -214,13 +218,13 @@ async def _events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
 
 
 def _note(timing: Timing, event: dict[str, Any], now: float) -> None:
-    """Put down a piece of text, and what is said of tokens."""
-    choices = event.get("choices") or [{}]
-    delta = choices[0].get("delta") or {}
+    """Put down a piece, which has text or, where the server tells them, tokens; and what is said of tokens."""
+    choice: dict[str, Any] = next(iter(event.get("choices") or []), {})
+    delta = choice.get("delta") or {}
     usage = event.get("usage")
-    if choices[0].get("text") or delta.get("content") or delta.get("reasoning_content"):
+    count = _num_tokens(choice, usage, sum(timing.chunk_tokens)) if choice else None
+    if count or choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
         timing.chunks.append(now)
-        count = _num_tokens(choices[0], usage, sum(timing.chunk_tokens))
         if count is not None:
             timing.chunk_tokens.append(count)
     if usage:
@@ -259,7 +263,11 @@ def _run(settings: ServeSettings, rate: float, results: Sequence[Timing | str], 
 
 
 def as_json(settings: ServeSettings, prompts: str, command: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a result file holds; a rate of infinity is null."""
+    """Return what a result file holds; a rate of infinity is null.
+
+    A run's `server` holds what the server's own metrics say of it, `against_server` our numbers divided by those; both
+    are null unless the server is one of ours.
+    """
     rates = [None if rate == float("inf") else rate for rate in settings.request_rates]
     body = asdict(settings) | {"request_rates": rates, "prompts": prompts}
     return {"format": FORMAT, "version": VERSION, "command": command, "settings": body, "runs": runs}

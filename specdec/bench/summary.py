@@ -1,7 +1,7 @@
 """What follows from the cells of a result, by category and over all: τ, acceptance, speeds, speed-ups, spread."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import quantiles
 from typing import Any
 
@@ -24,8 +24,8 @@ class Spread:
 def summarize(result: Result) -> list[dict[str, Any]]:
     """Return one row for each system, tree size, batch size and category, and one for all categories together.
 
-    A speed is tokens a second from the prompts' start to the answers' end. A row over all categories compares with the
-    baseline on the categories that both have.
+    A speed is tokens a second from the prompts' start to the answers' end. Speed-ups compare with the baseline on the
+    groups of prompts that both answered.
     """
     rows = []
     for system, max_nodes, batch_size in dict.fromkeys((c.system, c.max_nodes, c.batch_size) for c in result.cells):
@@ -35,13 +35,23 @@ def summarize(result: Result) -> list[dict[str, Any]]:
     return rows
 
 
+def system_name(row: Mapping[str, Any]) -> str:
+    """Return a row's system; behind it its drafter where the name leaves that open, as "auto" does; its tree's size."""
+    named = "+".join(part.partition(":")[0] for part in row["system"].split("+"))
+    behind = "" if row["drafter"] in (None, "none", named) else f" ({row['drafter']})"
+    nodes = "" if row["max_nodes"] is None else f" ≤{row['max_nodes']}"
+    return f"{row['system']}{behind}{nodes}"
+
+
 def _row(category: str, cells: Sequence[Cell], result: Result) -> dict[str, Any]:
     first = cells[0]
     tokens = [n for cell in cells for n in cell.num_tokens]
     seconds = [s for cell in cells for s in cell.seconds]
     compared = [cell.divergences for cell in cells if cell.divergences is not None]
     return {
+        "name": system_name(asdict(first)),
         "system": first.system,
+        "drafter": first.drafter,
         "max_nodes": first.max_nodes,
         "batch_size": first.batch_size,
         "category": category,
@@ -79,20 +89,20 @@ def _speed(tokens: Sequence[int], seconds: Sequence[float]) -> Spread:
 
 
 def _speedup(cells: Sequence[Cell], result: Result) -> Spread | None:
-    """Against the baseline's cells of the same categories and batch size; None without any, and for the baseline."""
-    base = {(c.category, c.batch_size): c for c in result.cells if c.system == result.settings.baseline}
-    pairs = [(cell, base[key]) for cell in cells if (key := (cell.category, cell.batch_size)) in base]
+    """Against the baseline on the same groups of prompts; None without any, and for the baseline."""
+    base = {key: value for c in result.cells if c.system == result.settings.baseline for key, value in _groups(c)}
+    pairs = [(group, base[key]) for cell in cells for key, group in _groups(cell) if key in base]
     if not pairs or cells[0].system == result.settings.baseline:
         return None
-    ours, theirs = (
-        [n / s for cell in side for n, s in zip(cell.num_tokens, cell.seconds, strict=True)]
-        for side in zip(*pairs, strict=True)
-    )
-    whole, other = (
-        sum(sum(cell.num_tokens) for cell in side) / sum(sum(cell.seconds) for cell in side)
-        for side in zip(*pairs, strict=True)
-    )
-    return _spread(whole / other, [a / b for a, b in zip(ours, theirs, strict=True)])
+    ours, theirs = (sum(n for n, _ in side) / sum(s for _, s in side) for side in zip(*pairs, strict=True))
+    return _spread(ours / theirs, [(n / s) / (m / t) for (n, s), (m, t) in pairs])
+
+
+def _groups(cell: Cell) -> list[tuple[tuple[str, ...], tuple[int, float]]]:
+    """For each group of prompts that were answered together: their ids, then tokens and seconds."""
+    size = cell.batch_size
+    ids = [(str(size), *cell.prompts[i : i + size]) for i in range(0, len(cell.prompts), size)]
+    return list(zip(ids, zip(cell.num_tokens, cell.seconds, strict=True), strict=True))
 
 
 def _spread(value: float, parts: Sequence[float]) -> Spread:

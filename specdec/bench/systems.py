@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from time import perf_counter
@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from specdec.bench.parts import watched
 from specdec.drafters.registry import DRAFTERS, check_drafter
-from specdec.engine.config import EngineConfig
 from specdec.errors import ConfigError, SpecdecError
 from specdec.hub.load import Loaded, load
 from specdec.llm import LLM, resolve_device, resolve_dtype
@@ -53,6 +52,8 @@ class System(Protocol):
 
     exact: bool
     """Whether a request's tokens are those that the engine gives for the same seed, also when it samples."""
+    drafter: str | None
+    """The name of the drafter that it turned out to use; None for a peer."""
 
     def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """Answer prompts together; `params` differ in their seeds alone."""
@@ -87,6 +88,7 @@ class EngineSystem:
     def __init__(self, loaded: Loaded, drafter: str, room: Room, **options: Any) -> None:
         self._make = partial(make_llm, loaded, drafter, room, **options)
         self.llm = self._make()
+        self.drafter: str | None = self.llm.engine.drafter.name
         self._eager = self.llm if self.llm.engine.graphs is None else None
 
     def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
@@ -140,11 +142,10 @@ def make_llm(loaded: Loaded, drafter: str, room: Room, **options: Any) -> LLM:
         "max_num_seqs": room.num_seqs,
         "num_blocks": room.num_seqs * -(-(room.max_len + 64) // block),
         "max_num_batched_tokens": max(2048, room.num_seqs),
+        "enable_prefix_caching": False,
     }
     if room.max_nodes is not None:
         sizes["max_nodes"] = room.max_nodes
-    if has_option("enable_prefix_caching"):
-        sizes["enable_prefix_caching"] = False
     return LLM(
         loaded.model,
         "none" if drafter == PLAIN else drafter,
@@ -153,11 +154,6 @@ def make_llm(loaded: Loaded, drafter: str, room: Room, **options: Any) -> LLM:
         cost_table="auto" if room.max_nodes is None else None,
         **(sizes | options),
     )
-
-
-def has_option(name: str) -> bool:
-    """Whether the engine of this build has an option of that name."""
-    return name in [f.name for f in fields(EngineConfig)]
 
 
 def _lazy(name: str, module: str = "hf_peers") -> Callable[[], Callable[..., System]]:

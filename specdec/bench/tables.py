@@ -1,6 +1,6 @@
 """Results as tables for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -17,14 +17,19 @@ LEGEND = (
     "the baseline; ≠: answers that differ from it; d/f/a/h: time in draft, forward, accept and host, of eager steps"
 )
 
+LATENCIES = {
+    "ttft_ms": "TTFT",
+    "tpot_ms": "TPOT",
+    "inter_token_ms": "between tokens",
+    "inter_chunk_ms": "between chunks",
+    "e2el_ms": "end to end",
+}
+"""What a run of `bench serve` reports in ms, and what to call it."""
+
 
 def acceptance_table(result: Result, doing: str = "") -> RenderableType:
     """Return one table a system with a line for each category, and what is being measured now."""
-    rows = summarize(result)
-    tables = [
-        _system_table(name, [row for row in rows if (row["system"], row["max_nodes"], row["batch_size"]) == key])
-        for key, name in _systems(rows).items()
-    ]
+    tables = [_system_table(name, rows) for name, rows in by_system(summarize(result)).items()]
     return Group(*tables, Text(doing or LEGEND, style="dim"))
 
 
@@ -57,13 +62,27 @@ def speed(value: float) -> str:
     return number(value, 1 if value < 1000 else 0)
 
 
-def _systems(rows: Sequence[dict[str, Any]]) -> dict[tuple[object, ...], str]:
-    names: dict[tuple[object, ...], str] = {}
+def rate(run: Mapping[str, Any]) -> str:
+    """Return how many requests a second a run of `bench serve` sent."""
+    return "all at once" if run["request_rate"] is None else f"{run['request_rate']:g} requests a second"
+
+
+def by_system(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return a summary's rows for each system, size of trees and size of batches, by what to call them."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        nodes = "" if row["max_nodes"] is None else f", at most {row['max_nodes']} nodes"
-        key = (row["system"], row["max_nodes"], row["batch_size"])
-        names[key] = f"{row['system']}{nodes}, batch {row['batch_size']}"
-    return names
+        found.setdefault(f"{row['name']}, batch {row['batch_size']}", []).append(row)
+    return found
+
+
+def depths(row: dict[str, Any]) -> str:
+    """Return a row's acceptance at the first depths, or a dash for none."""
+    return " ".join(f"{x:.2f}".removeprefix("0") for x in row.get("acceptance_by_depth", [])[:3]) or "–"
+
+
+def shares(row: dict[str, Any]) -> str:
+    """Return where a row's time went, in percent, or a dash where that isn't known."""
+    return "/".join(f"{100 * share:.0f}" for share in row["time_shares"].values()) if row["time_shares"] else "–"
 
 
 def _system_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -74,17 +93,16 @@ def _system_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    depths = " ".join(f"{x:.2f}".removeprefix("0") for x in row.get("acceptance_by_depth", [])[:3])
-    speedup, shares = row["speedup"], row["time_shares"]
+    speedup = row["speedup"]
     different = "–" if row["num_different"] is None else f"{row['num_different']}/{row['num_compared']}"
     return [
         row["category"],
         number(row.get("mean_acceptance_length")),
         number(row.get("mean_accepted_drafts")),
-        depths or "–",
+        depths(row),
         speed(row["tokens_per_second"]["value"]),
         number(speedup and speedup["value"]),
         f"{speedup['low']:.2f}–{speedup['high']:.2f}" if speedup else "–",
         different,
-        "/".join(f"{100 * share:.0f}" for share in shares.values()) if shares else "–",
+        shares(row),
     ]

@@ -17,6 +17,9 @@ _PEERS = "hf, hf-compiled, hf-prompt-lookup, hf-assisted:PATH, vllm, vllm-ngram,
 @click.option("--drafter", "drafters", multiple=True, help="As for `generate`; repeat it to compare.  [default: ngram]")
 @click.option("--peer", "peers", multiple=True, help=f"Run this beside them: {_PEERS}; may be repeated.")
 @click.option("--baseline", default="plain", help=f"What speed-ups are against: {_BASELINES}.")
+@click.option(
+    "--peer-prompts", type=click.IntRange(min=1), help="Prompts of each category for peers, in whole batches."
+)
 @prompt_options
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, help="Most tokens an answer.")
@@ -46,9 +49,8 @@ def acceptance(
     from rich.live import Live
 
     from specdec.bench.acceptance import run
-    from specdec.bench.page import write_page
     from specdec.bench.plots import check_can_plot
-    from specdec.bench.results import Settings
+    from specdec.bench.results import Result, Settings
     from specdec.bench.tables import acceptance_table, failures
 
     if html is not None:
@@ -61,11 +63,18 @@ def acceptance(
     )
     console = Console()
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        show = lambda result, doing: live.update(acceptance_table(result, doing), refresh=True)  # noqa: E731
+
+        def show(result: Result, doing: str) -> None:
+            live.update(acceptance_table(result, doing), refresh=True)
+            if doing and not console.is_terminal:  # which shows nothing before the end
+                click.echo(doing, err=True)
+
         result = run(settings, out, resume=resume, report=show)
     for line in failures(result):
         click.echo(line, err=True)
     if html is not None:
-        write_page(result, html)
+        from specdec.bench.page import page, write_page
+
+        write_page(page(result), html)
     if any(failure.system not in settings.peers for failure in result.failures):
         raise SystemExit(1)

@@ -39,7 +39,7 @@ def seeds(
 
     from specdec.bench.dataset import load_prompts
     from specdec.bench.environment import environment
-    from specdec.bench.mechanisms import Bench
+    from specdec.bench.mechanisms import Bench, Row
     from specdec.bench.results import write_json
     from specdec.bench.seeds import ROWS, measure_rows
     from specdec.bench.speed import make_work
@@ -53,15 +53,16 @@ def seeds(
     asked = load_prompts(prompts, categories, num_prompts)
     loaded = load_target(model, device, dtype)
     bench = Bench(make_work(loaded, asked, max_new_tokens, deterministic=deterministic), num_seqs, heads)
+    kind = {"format": "specdec-seeds", "version": 1, "num_seqs": num_seqs, "max_new_tokens": max_new_tokens}
+    made = {"environment": environment(loaded.model.device, loaded.model.dtype), "model": loaded.name}
+    rows: list[Row] = []
     console = Console()
     with console.status("measuring") as status:
-        rows = list(measure_rows(bench, only, status.update))
+        for row in measure_rows(bench, only, status.update):
+            rows.append(row)
+            console.print(f"{row.name}: {row.how}", style="dim", highlight=False, soft_wrap=True)
+            if out is not None:  # after each row, since a run may be cut short
+                write_json(out, kind | made | {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
     measured = [row for row in rows if row.ratio is not None]
     cells = [[r.name, number(r.on, 1), number(r.off, 1), r.unit, number(r.ratio)] for r in measured]
     console.print(simple_table(f"{loaded.name}, {loaded.model.device}", ("mechanism", "on", "off", "", "×"), cells))
-    for row in rows:
-        console.print(f"{row.name}: {row.how}", style="dim", highlight=False)
-    if out is not None:
-        made = {"environment": environment(loaded.model.device, loaded.model.dtype), "model": loaded.name}
-        kind = {"format": "specdec-seeds", "version": 1, "num_seqs": num_seqs, "max_new_tokens": max_new_tokens}
-        write_json(out, kind | made | {"rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})

@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DATASETS = ("builtin", "sharegpt", "spec_bench", "humaneval", "custom")
-_METRICS = {
-    "ttft_ms": "TTFT",
-    "tpot_ms": "TPOT",
-    "inter_token_ms": "between tokens",
-    "inter_chunk_ms": "between chunks",
-    "e2el_ms": "end to end",
-}
 
 
 @click.command()
@@ -42,6 +35,7 @@ _METRICS = {
 @click.option("--goodput", multiple=True, help="A limit in ms: ttft:200, tpot:50 or e2el:5000; may be repeated.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of prompts, pauses and answers.")
 @json_option
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write a page with plots.")
 @click.option("--save-result", is_flag=True, help="Write the result to a file named after the model and the time.")
 @click.option("--result-dir", type=click.Path(file_okay=False, path_type=Path), default=".", help="Where it goes.")
 def serve(
@@ -52,6 +46,7 @@ def serve(
     goodput: tuple[str, ...],
     extra_body: str,
     out: Path | None,
+    html: Path | None,
     save_result: bool,
     result_dir: Path,
     **options: Any,
@@ -67,12 +62,15 @@ def serve(
 
     from specdec.bench.dataset import load_prompts
     from specdec.bench.latencies import parse_limits
+    from specdec.bench.plots import check_can_plot
     from specdec.bench.results import write_json
     from specdec.bench.serve import ServeSettings, as_json, measure_server
     from specdec.training.jsonl import parse_object
 
     if (dataset_name == "builtin") != (dataset_path is None):
         raise click.UsageError("--dataset-path names the file of every dataset but builtin")
+    if html is not None:
+        check_can_plot()
     settings = ServeSettings(
         request_rates=_rates(request_rate),
         limits=parse_limits(goodput),
@@ -87,6 +85,8 @@ def serve(
     for run in runs:
         console.print(_headline(run), soft_wrap=True, highlight=False)
         console.print(_table(run))
+        if run["against_server"] is not None:
+            console.print(_agreement(run), style="dim", soft_wrap=True, highlight=False)
         for error, count in run["errors"].items():
             click.echo(f"{count} failed: {error}", err=True)
     value = as_json(settings, dataset_path or "builtin", " ".join(["specdec", *sys.argv[1:]]), runs)
@@ -94,6 +94,10 @@ def serve(
         if path is not None:
             write_json(path, value)
             click.echo(f"written to {path}", err=True)
+    if html is not None:
+        from specdec.bench.page import load_page, write_page
+
+        write_page(load_page(value), html)
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -109,19 +113,26 @@ def _path(folder: Path, model: str | None) -> Path:
 
 
 def _headline(run: dict[str, Any]) -> str:
-    from specdec.bench.tables import number
+    from specdec.bench.tables import number, rate
 
-    rate = "all at once" if run["request_rate"] is None else f"{run['request_rate']:g} requests a second"
     good = "" if run["request_goodput"] is None else f", {number(run['request_goodput'])} of them within the limits"
     return (
-        f"{rate}: {run['completed']} completed, {run['failed']} failed in {run['duration']:.1f} s; "
+        f"{rate(run)}: {run['completed']} completed, {run['failed']} failed in {run['duration']:.1f} s; "
         f"{number(run['request_throughput'])} requests/s{good}; {number(run['output_throughput'], 1)} tokens/s"
     )
 
 
-def _table(run: dict[str, Any]) -> "Table":
-    from specdec.bench.tables import number, simple_table
+def _agreement(run: dict[str, Any]) -> str:
+    """A line that compares with the server's own metrics."""
+    if run["server"]["completed"] != run["completed"]:
+        return f"the server counted {run['server']['completed']} answers meanwhile, so its times are of others, too"
+    parts = [f"{name.removesuffix('_ms')} {ratio:.3f}" for name, ratio in run["against_server"].items()]
+    return f"divided by the server's own metrics: {', '.join(parts)}"
 
-    shown = {name: run[key] for key, name in _METRICS.items() if run[key] is not None}
+
+def _table(run: dict[str, Any]) -> "Table":
+    from specdec.bench.tables import LATENCIES, number, simple_table
+
+    shown = {name: run[key] for key, name in LATENCIES.items() if run[key] is not None}
     rows = [[name, *(number(ms[k]) for k in ("mean", "median", "p99"))] for name, ms in shown.items()]
     return simple_table("", ("ms", "mean", "median", "p99"), rows)
