@@ -81,6 +81,7 @@ class Engine:
         self.why_no_graphs = why_no_graph(model, drafter, rule) if config.cuda_graphs else "cuda_graphs is off"
         """Why decode steps aren't captured; None if they are."""
         self.graphs = None if self.why_no_graphs else self._make_graphs()
+        self._behind_captured = False
 
     def _make_graphs(self) -> StepGraphs:
         assert isinstance(self.model, Decoder) and isinstance(self.drafter, DraftsOnDevice)
@@ -172,8 +173,11 @@ class Engine:
         if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
             self.num_steps += 1
             self._emit_captured(outcomes)
+            self._behind_captured = True
             return
-        plan = self.scheduler.schedule()
+        # Between captured steps an eager one lets requests in; for a crowd drafts of the host take longer than they save.
+        plan = self.scheduler.schedule(drafts=not self._behind_captured)
+        self._behind_captured = False
         self.drafter.forget([r.id for r in plan.preempted])
         tree, failed = draft(self.drafter, plan, self.model.vocab_size)
         self._retire(failed)
