@@ -7,16 +7,16 @@ figure 11: 161.31 and 337.99 tokens), σ = 1 by our choice, both cut at 1,024. A
 another, cut to its length, in the chat template. An answer ends at its length or by itself, or with `--ignore-eos` at
 its length alone. Both engines share the weights, know no prefixes and get the same requests at the same times.
 
-arrivals: Poisson. `saturated`: 1.5 times as many requests a second as the faster engine ended in its warm-up; output
-tokens a second are counted from when the batch is first full until nobody waits any more. `low`: half a request runs on
-average in plain decoding, pauses left out; tokens that came together share the time since those before them.
-
 batching: one of 8 requests asks 100 tokens, the others 10; 8 run at once. Static: 8 begin together, the next 8 when all
 of them have ended. Plain decoding.
 
 prefill: one token of each answer. Packed: as the engine does it, up to 8,192 rows a forward. Padded: by the same
 engine, as many prompts in order of arrival as fit in 8,192 rows when each is padded to the longest of them; the padding
 is run like tokens, and not counted.
+
+arrivals: Poisson. `saturated`: 1.5 times as many requests a second as the faster engine ends when all come at once;
+output tokens a second are counted from when the batch is first full until nobody waits any more. `low`: half a request
+runs on average in plain decoding, pauses left out; tokens that came together share the time since those before them.
 """
 
 import math
@@ -41,7 +41,7 @@ from specdec.engine.request import Request
 PROMPT_MEAN, ANSWER_MEAN, SIGMA, MOST = 161.31, 337.99, 1.0, 1024
 ROWS = 8192
 """Rows of a forward."""
-PARTS = ("arrivals", "batching", "prefill")
+PARTS = ("batching", "prefill", "arrivals")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,44 +142,65 @@ def token_latency(served: Served) -> float:
     return float(np.median([gap for timing in served.timings for gap in timing.between_tokens]))
 
 
-def arrivals(plain: Engine, drafting: Engine, prompts: list[list[int]], how: "Options") -> dict[str, Any]:
-    """Serve the same random arrivals by both engines, by turns."""
-    rng, engines = random.Random(1), {"plain": plain, "drafting": drafting}
-    params = [
-        SamplingParams(max_new_tokens=n, ignore_eos=how.ignore_eos, seed=0, detokenize=False)
-        for n in lengths(rng, ANSWER_MEAN, how.most_new, len(prompts))
-    ]
-    at_once = Load(prompts, params, [0.0] * len(prompts))
-    warm = {name: serve(engine, at_once) for name, engine in engines.items()}  # compiles and captures, too
-    rate = 1.5 * max(len(prompts) / served.seconds for served in warm.values())
-    crowd = Load(prompts, params, poisson(rng, rate, len(prompts)))
-    crowds = [{name: serve(engine, crowd) for name, engine in engines.items()} for _ in range(how.rounds)]
-    speeds = {name: [run[name].full_tokens_s or math.nan for run in crowds] for name in engines}
-    tokens = {name: sum(t.num_output_tokens for t in run.timings) / len(prompts) for name, run in crowds[-1].items()}
-    stats = drafting.graphs.stats if drafting.graphs is not None else None
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Random arrivals at both engines, by turns.
 
-    few = min(how.few, len(prompts))
-    alone = [serve(plain, Load([ids], [p], [0.0])).seconds for ids, p in zip(prompts[:few], params[:few], strict=True)]
-    low_rate = 0.5 / statistics.mean(alone)
-    quiet = Load(prompts[:few], params[:few], poisson(rng, low_rate, few))
-    quiets = [{name: serve(engine, quiet) for name, engine in engines.items()} for _ in range(how.rounds)]
-    waits = {name: [token_latency(run[name]) for run in quiets] for name in engines}
-    return {
-        "prompt_tokens_mean": median_of([statistics.mean(map(len, prompts))]),
-        "answer_tokens_mean": {name: median_of([mean]) for name, mean in tokens.items()},
-        "saturated": {
+    Args:
+        engines: "plain" and "drafting".
+        prompts, params: of the requests.
+        how: sizes.
+    """
+
+    engines: dict[str, Engine]
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    how: "Options"
+
+    def saturated(self) -> dict[str, Any]:
+        """More requests than can be answered."""
+        rng, count = random.Random(2), len(self.prompts)
+        at_once = Load(self.prompts, self.params, [0.0] * count)
+        self._serve(at_once)  # compiles and captures
+        rate = 1.5 * max(count / served.seconds for served in self._serve(at_once).values())
+        before = self._captures()
+        load = Load(self.prompts, self.params, poisson(rng, rate, count))
+        runs = [self._serve(load) for _ in range(self.how.rounds)]
+        speeds = {name: [run[name].full_tokens_s or math.nan for run in runs] for name in self.engines}
+        answers = {name: statistics.mean(t.num_output_tokens for t in run.timings) for name, run in runs[-1].items()}
+        return {
             "requests_s": median_of([rate]),
-            **{f"{name}_tok_s": median_of(runs) for name, runs in speeds.items()},
+            "answer_tokens_mean": {name: median_of([mean]) for name, mean in answers.items()},
+            **{f"{name}_tok_s": median_of(found) for name, found in speeds.items()},
             "ratio": _ratio(speeds["drafting"], speeds["plain"]),
-            "runs": {name: [median_of([run]) for run in runs] for name, runs in speeds.items()},
-            "drafting_graphs": None if stats is None else stats.num_graphs,
-        },
-        "low": {
-            "requests_s": median_of([low_rate]),
-            **{f"{name}_p50_token_ms": 1000 * median_of(runs) for name, runs in waits.items()},
+            "runs": {name: [median_of([speed]) for speed in found] for name, found in speeds.items()},
+            "captures_before_and_after": [before, self._captures()],
+        }
+
+    def low(self) -> dict[str, Any]:
+        """Hardly more than one request at a time."""
+        few = min(self.how.few, len(self.prompts))
+        prompts, params, plain = self.prompts[:few], self.params[:few], self.engines["plain"]
+        alone = [serve(plain, Load([ids], [p], [0.0])).seconds for ids, p in zip(prompts, params, strict=True)]
+        rate = 0.5 / statistics.mean(alone)
+        load = Load(prompts, params, poisson(random.Random(3), rate, few))
+        runs = [self._serve(load) for _ in range(self.how.rounds)]
+        waits = {name: [1000 * token_latency(run[name]) for run in runs] for name in self.engines}
+        return {
+            "requests": few,
+            "requests_s": median_of([rate]),
+            **{f"{name}_p50_token_ms": median_of(found) for name, found in waits.items()},
             "ratio": _ratio(waits["drafting"], waits["plain"]),
-        },
-    }
+            "runs": {name: [median_of([wait]) for wait in found] for name, found in waits.items()},
+        }
+
+    def _serve(self, load: Load) -> dict[str, Served]:
+        return {name: serve(engine, load) for name, engine in self.engines.items()}
+
+    def _captures(self) -> dict[str, list[float]]:
+        """Graphs of each engine, and the seconds that their captures took."""
+        made = {name: engine.graphs.stats for name, engine in self.engines.items() if engine.graphs is not None}
+        return {name: [stats.num_graphs, round(stats.seconds, 2)] for name, stats in made.items()}
 
 
 def batching(engine: Engine, prompts: list[list[int]], how: "Options") -> dict[str, Any]:
@@ -263,8 +284,8 @@ class Options:
 @click.option("--model", default="smollm2-135m", show_default=True)
 @click.option("--drafter", default="shipped", show_default=True, help="Of the engine that drafts.")
 @click.option("--parts", default=",".join(PARTS), show_default=True)
-@click.option("--requests", "num_requests", default=320, show_default=True, help="Of all but low load.")
-@click.option("--few", default=24, show_default=True, help="Requests at low load.")
+@click.option("--requests", "num_requests", default=256, show_default=True, help="Of all but low load.")
+@click.option("--few", default=16, show_default=True, help="Requests at low load.")
 @click.option("--rounds", default=3, show_default=True, help="Runs of each; medians are reported.")
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests that run at once.")
 @click.option("--most-prompt", default=MOST, show_default=True, help="Prompts are cut here.")
@@ -287,17 +308,30 @@ def main(model: str, drafter: str, parts: str, max_num_seqs: int, path: str | No
         return LLM(plain.hf_model, name, **(shared | sizes | other)).engine  # type: ignore[arg-type]
 
     prompts = make_prompts(plain, random.Random(0), how.num_requests, how.most_prompt)
-    result: dict[str, object] = {"model": model, "drafter": drafter, "dtype": str(plain.engine.model.dtype), **sizes}
+    params = [
+        SamplingParams(max_new_tokens=n, ignore_eos=how.ignore_eos, seed=0)
+        for n in lengths(random.Random(1), ANSWER_MEAN, how.most_new, len(prompts))
+    ]
+    result: dict[str, Any] = {"model": model, "drafter": drafter, "dtype": str(plain.engine.model.dtype), **sizes}
+    result["prompt_tokens_mean"] = median_of([statistics.mean(map(len, prompts))])
     started = time.perf_counter()
-    for part in asked:
-        if part == "arrivals":
-            result[part] = arrivals(plain.engine, beside(drafter), prompts, how)
-        elif part == "batching":
-            result[part] = batching(beside("none", max_num_seqs=8), prompts, how)
-        else:
-            result[part] = prefill(plain.engine, prompts, how)
+
+    def save() -> None:
         result["seconds"] = round(time.perf_counter() - started, 1)
         write(path, result, "-m benchmarks.runtime_gpu")  # what is known so far
+
+    if "batching" in asked:
+        result["batching"] = batching(beside("none", max_num_seqs=8), prompts, how)
+        save()
+    if "prefill" in asked:
+        result["prefill"] = prefill(plain.engine, prompts, how)
+        save()
+    if "arrivals" in asked:
+        both = Arrivals({"plain": plain.engine, "drafting": beside(drafter)}, prompts, params, how)
+        result["arrivals"] = {"saturated": both.saturated()}
+        save()
+        result["arrivals"]["low"] = both.low()
+        save()
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ class Engine:
             self._emit_captured(outcomes)
             self._behind_captured = True
             return
-        # Between captured steps an eager one lets requests in; for a crowd drafts of the host take longer than they save.
+        # Between captured steps an eager one lets requests in; for a crowd the host drafts longer than that saves.
         plan = self.scheduler.schedule(drafts=not self._behind_captured)
         self._behind_captured = False
         self.drafter.forget([r.id for r in plan.preempted])
