@@ -17,7 +17,7 @@ from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import DeviceQuery, Drafter, DraftQuery, Observation
 from specdec.engine.device import Captured
 from specdec.engine.engine import Engine
-from specdec.engine.graphs import ADMIT_EVERY, Outcome
+from specdec.engine.graphs import ADMIT_EVERY, Mark, Outcome
 from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
 from specdec.engine.request import Request
 from specdec.engine.times import BELIEVED
@@ -37,6 +37,7 @@ from tests.kernels import DEVICE, ON_GPU
 from tests.medusa import random_medusa, walking_medusa, walking_model
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
+SECONDS_SINCE = Mark.seconds_since  # tests see no times, for they would decide how many nodes steps have
 PROMPTS = [[5, 6, 7, 5, 6], [3], [11, 12] * 3]
 GREEDY = [SamplingParams(max_new_tokens=5)] * 3
 SIZE: dict[str, object] = {
@@ -205,13 +206,13 @@ def test_drafts_end_where_steps_are_seen_to_take_longer_than_they_save(monkeypat
     """The guess of a step's time knows nothing of what drafts take; here all of them are right, and dear."""
     clock, nodes = [0.0], list[int]()
 
-    class Mark:
+    class Clock:
         def __init__(self, device: torch.device) -> None:
             self.at = clock[0]
 
         def wait(self) -> None: ...
 
-        def seconds_since(self, earlier: "Mark") -> float:
+        def seconds_since(self, earlier: "Clock") -> float:
             return self.at - earlier.at
 
     def replay(captured: Captured) -> None:
@@ -219,13 +220,20 @@ def test_drafts_end_where_steps_are_seen_to_take_longer_than_they_save(monkeypat
         nodes.append(captured.step.bucket.num_nodes)
         clock[0] += 50.0 if nodes[-1] > 1 else 1.0
 
-    monkeypatch.setattr("specdec.engine.graphs.Mark", Mark)
+    monkeypatch.setattr("specdec.engine.graphs.Mark", Clock)
     monkeypatch.setattr(Captured, "replay", replay)
     model, params = walking_model(torch.float32), [SamplingParams(max_new_tokens=30)]
     want = outputs(run(make_engine(model), PROMPTS[:1], params))
     drafter = walking_medusa(model.to(DEVICE), lambda token: True, [(0,)])
     assert outputs(run(graph_engine(drafter, model), PROMPTS[:1], params)) == want
     assert nodes[0] == 2 and nodes.count(2) <= 3 * BELIEVED and nodes[-6:] == [1] * 6, nodes
+
+
+def test_marks_know_the_time_between_them_on_a_gpu_alone() -> None:
+    first, second = (Mark(torch.device(DEVICE)) for _ in range(2))
+    second.wait()
+    seconds = SECONDS_SINCE(second, first)
+    assert seconds is None if not ON_GPU else seconds is not None and 0 <= seconds < 60
 
 
 def test_a_stop_costs_one_step_and_blocks_return() -> None:

@@ -53,7 +53,7 @@ class NodeBudget:
     it comes back once its drafts are right again; unless nodes would not pay if all were accepted.
 
     Args:
-        table: measured step times; None limits nothing, and takes a guess where padding has to be paid for.
+        table: measured step times; None limits nothing but captured steps, by a guess until their times are known.
         max_nodes: most nodes a sequence.
         chances: measured ones of the drafter's tree, as `KnowsChances` has them; None if there are none.
     """

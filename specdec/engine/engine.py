@@ -44,7 +44,8 @@ class Engine:
         eos_token_ids: tokens that end an answer.
         num_real_tokens: ids from here on pad the vocabulary and are never emitted.
         seed: of the seeds that are drawn for requests without one; None draws from the system.
-        cost_table: measured step times, which set the trees' node budgets; None gives each all that `config` allows.
+        cost_table: measured step times, which set the trees' node budgets; None gives each all that `config` allows,
+            but for captured steps, which draft what pays by the times that they are seen to take.
     """
 
     def __init__(
