@@ -8,9 +8,11 @@ alone: the time from the first token of the last request to the end of the first
 
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import torch
@@ -77,12 +79,13 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return torch.randint(0, vocab_size, (count, length), generator=generator).tolist()
 
 
-def write(path: str | None, result: dict[str, object]) -> None:
+def write(path: str | None, result: dict[str, object], script: str = "benchmarks/engine_gpu.py") -> None:
     """Print the result, and write it to a file if one is asked for."""
     arguments = [a for a in sys.argv[1:] if a != "--json" and a != path]
     facts = {
-        "command": " ".join(["python", "benchmarks/engine_gpu.py", *arguments]),
-        "card": torch.cuda.get_device_name(),
+        "command": " ".join(["python", script, *arguments]),
+        **_commit(),
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
@@ -92,6 +95,16 @@ def write(path: str | None, result: dict[str, object]) -> None:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(facts | result, file, indent=1)
             file.write("\n")
+
+
+def _commit() -> dict[str, str]:
+    """The commit that is measured; nothing outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"commit": found.stdout.strip()}
 
 
 @click.group()

@@ -1,5 +1,6 @@
 """What the server's benchmarks share: `specdec serve` in a process of its own, and what can be asked of it."""
 
+import gc
 import json
 import os
 import subprocess
@@ -53,6 +54,8 @@ def serving(*options: str, model: str | None = None) -> Iterator[Serving]:
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
             _wait(f"http://127.0.0.1:{port}", process)
+            gc.collect()
+            gc.freeze()  # as the server does: a client that stands still measures itself
             yield Serving(f"http://127.0.0.1:{port}", process.pid)
         finally:
             process.terminate()

@@ -56,7 +56,7 @@ def build_engine(
         num_real_tokens: ids from here on pad the vocabulary and are never emitted; None for no such ids.
         seed: of the seeds drawn for requests that have none.
         cost_table: measured step times, which set the trees' node budgets; "auto" takes what `specdec tune` measured
-            for this model on this device, if it did; None gives each tree all that `config` allows.
+            for this model on this device, if it did; None gives each tree all that `config` allows; see `Engine`.
         packed: what `make_target` made of the model, where that is done already.
 
     Raises:

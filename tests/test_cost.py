@@ -23,6 +23,7 @@ from specdec.engine.gains import FIRST_RATE, ChainGains, TreeGains
 from specdec.engine.measure import EngineStep, Grid, make_grid, measure
 from specdec.engine.request import Request
 from specdec.engine.text import StopChecker
+from specdec.engine.times import BELIEVED, FORGOTTEN, StepTimes
 from specdec.errors import ConfigError
 from specdec.models.load import make_target
 from specdec.params import SamplingParams
@@ -339,6 +340,44 @@ def test_padding_that_nothing_fills_ends_drafting_and_probes_bring_it_back() -> 
     assert sum(n > 1 for n in nodes) < 20
     back = [shared_step(budget, [request], [64]) for _ in range(2 * LAST_WAIT)]
     assert back[-1] == 16
+
+
+def test_times_that_were_seen_go_before_what_was_expected() -> None:
+    times = StepTimes()
+    assert times.seconds(4, 8, float) == 8 and not times.lack_plain(4)
+    for i in range(BELIEVED):
+        assert times.seconds(4, 2, float) == 2, "one step may be an accident"
+        times.observe(4, 2, 6.0 if i else 100.0)
+    assert [times.seconds(4, n, float) for n in (1, 2, 8)] == [3, 6, 24] and times.seconds(8, 2, float) == 2
+    assert times.lack_plain(4) and not times.lack_plain(8)
+    for _ in range(FORGOTTEN):
+        times.observe(4, 1, 5.0)
+    assert [times.seconds(4, n, float) for n in (1, 2)] == [5, 6] and not times.lack_plain(4)
+    times.observe(4, 1, 5.0)
+    assert times.seconds(4, 2, float) == 10, "it hasn't come for long"
+
+
+@pytest.mark.parametrize("table", [None, LINEAR])
+def test_a_crowd_whose_drafts_never_pay_drafts_next_to_nothing(table: CostTable | None) -> None:
+    """Requests come and go; each new one is thought well of at first, and would be probed soon."""
+    budget, requests = NodeBudget(table, 16), [make_request(i) for i in range(8)]
+    nodes = []
+    for i in range(1000):
+        nodes.append(shared_step(budget, requests, [0] * 8))
+        budget.times.observe(8, nodes[-1], 1.0 if nodes[-1] == 1 else 2.0)
+        if i % 25 == 0:
+            requests[i // 25 % 8] = make_request(8 + i)
+    assert nodes[0] > 1 and sum(n > 1 for n in nodes[200:]) < 40, "more than one step in twenty"
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(1.1, 16), (20.0, 1)])
+def test_right_drafts_go_on_as_long_as_steps_are_seen_to_be_cheap(seconds: float, most: int) -> None:
+    budget, request = NodeBudget(None, 16), make_request()
+    nodes = []
+    for _ in range(300):
+        nodes.append(shared_step(budget, [request], [64]))
+        budget.times.observe(1, nodes[-1], 1.0 if nodes[-1] == 1 else seconds)
+    assert nodes[0] > 1 and set(nodes[-100:]) == {most}
 
 
 def test_requests_learn_apart_and_are_forgotten() -> None:

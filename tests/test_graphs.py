@@ -15,10 +15,12 @@ from specdec.drafters.hybrid import HybridDrafter
 from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import DeviceQuery, Drafter, DraftQuery, Observation
+from specdec.engine.device import Captured
 from specdec.engine.engine import Engine
-from specdec.engine.graphs import ADMIT_EVERY, Outcome
+from specdec.engine.graphs import ADMIT_EVERY, Mark, Outcome
 from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
 from specdec.engine.request import Request
+from specdec.engine.times import BELIEVED
 from specdec.errors import SpecdecError
 from specdec.kernels.formats import FORMATS
 from specdec.kernels.ops import triton_ops
@@ -28,12 +30,14 @@ from specdec.params import SamplingParams
 from specdec.verifier.rules import TypicalRule
 from specdec.verifier.tree import TokenTree
 from tests.conftest import tiny_llama
+from tests.costs import DEAR
 from tests.engines import Optimist, drain, make_engine, outputs, run
 from tests.hydra import random_hydra, random_recurrent, walking_hydra
 from tests.kernels import DEVICE, ON_GPU
 from tests.medusa import random_medusa, walking_medusa, walking_model
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
+SECONDS_SINCE = Mark.seconds_since  # tests see no times, for they would decide how many nodes steps have
 PROMPTS = [[5, 6, 7, 5, 6], [3], [11, 12] * 3]
 GREEDY = [SamplingParams(max_new_tokens=5)] * 3
 SIZE: dict[str, object] = {
@@ -186,9 +190,50 @@ def test_heads_go_on_where_captured_and_eager_steps_meet(monkeypatch: pytest.Mon
     drain(engine)
     assert outputs(requests) == want
     assert engine.graphs is not None and len(engine.graphs._captured) > 1
-    for request in requests:  # without drafts: the first step, which had no hidden state, and one that needs none
-        assert request.stats.num_forwards - request.stats.num_drafts <= 2
+    for request, between in zip(requests, (1, 0), strict=True):  # eager steps between captured ones draft nothing
+        # and neither do the first step, which had no hidden state, and one that needs none
+        assert request.stats.num_forwards - request.stats.num_drafts <= 2 + between
         assert request.stats.accepted_by_depth == request.stats.tried_by_depth
+
+
+def test_a_request_at_its_last_token_lets_no_nodes_in_that_do_not_pay() -> None:
+    engine = graph_engine(BushDrafter(), max_nodes=4, cost_table=DEAR)
+    run(engine, PROMPTS[:2], [SamplingParams(max_new_tokens=n) for n in (3, 6)])
+    assert engine.graphs is not None and {bucket.num_nodes for bucket in engine.graphs._captured} == {1}
+
+
+def test_drafts_end_where_steps_are_seen_to_take_longer_than_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guess of a step's time knows nothing of what drafts take; here all of them are right, and dear."""
+    clock, nodes = [0.0], list[int]()
+
+    class Clock:
+        def __init__(self, device: torch.device) -> None:
+            self.at = clock[0]
+
+        def wait(self) -> None: ...
+
+        def seconds_since(self, earlier: "Clock") -> float:
+            return self.at - earlier.at
+
+    def replay(captured: Captured) -> None:
+        captured.step()
+        nodes.append(captured.step.bucket.num_nodes)
+        clock[0] += 50.0 if nodes[-1] > 1 else 1.0
+
+    monkeypatch.setattr("specdec.engine.graphs.Mark", Clock)
+    monkeypatch.setattr(Captured, "replay", replay)
+    model, params = walking_model(torch.float32), [SamplingParams(max_new_tokens=30)]
+    want = outputs(run(make_engine(model), PROMPTS[:1], params))
+    drafter = walking_medusa(model.to(DEVICE), lambda token: True, [(0,)])
+    assert outputs(run(graph_engine(drafter, model), PROMPTS[:1], params)) == want
+    assert nodes[0] == 2 and nodes.count(2) <= 3 * BELIEVED and nodes[-6:] == [1] * 6, nodes
+
+
+def test_marks_know_the_time_between_them_on_a_gpu_alone() -> None:
+    first, second = (Mark(torch.device(DEVICE)) for _ in range(2))
+    second.wait()
+    seconds = SECONDS_SINCE(second, first)
+    assert seconds is None if not ON_GPU else seconds is not None and 0 <= seconds < 60
 
 
 def test_a_stop_costs_one_step_and_blocks_return() -> None:

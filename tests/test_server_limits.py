@@ -1,8 +1,10 @@
 """What the server refuses, how quickly, and that nobody beside it notices."""
 
+import gc
 import hmac
 import http.client
 import json
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 from specdec.cli.main import main
 from specdec.errors import ConfigError
 from specdec.server.config import ServerConfig
+from specdec.server.run import DrainingServer
 from tests.server import MODEL, Served, served, tiny_llm, until
 
 LONG = {"max_tokens": 240, "stream": True}
@@ -203,15 +206,33 @@ def test_other_origins_are_let_in_by_name_only(server: Served) -> None:
 
 
 def test_a_full_queue_says_when_to_come_again() -> None:
-    with served(tiny_llm(max_num_seqs=1), max_queue=1) as server, ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(server.complete, max_tokens=250) for _ in range(2)]
-        until(lambda: server.service.engine.num_open == 2)
-        refused = server.complete()
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert refused.json()["error"]["code"] == "queue_full"
+    llm = tiny_llm(max_num_seqs=1)
+    with served(llm, max_queue=1, api_keys=("key",)) as server, ThreadPoolExecutor(2) as pool:
+        stranger = server.http.headers.copy()
+        server.http.headers["authorization"] = "Bearer key"
         many = server.complete(n=3)
         assert many.status_code == 400  # it would never be taken
+        running = [pool.submit(server.complete, max_tokens=250) for _ in range(2)]
+        until(lambda: server.service.engine.num_open == 2)
+        for path, body in (("/v1/completions", b"no JSON"), ("/v1/chat/completions", b"{}")):  # neither is even parsed
+            refused = server.http.post(path, content=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["code"] == "queue_full"
+        assert server.complete("a", n=2, stream=True).status_code == 429
+        others = ("GET", "/v1/completions", 405), ("GET", "/v1/models", 200), ("GET", "/health", 200)
+        for method, path, status in others:
+            assert server.http.request(method, path).status_code == status
+        server.http.headers = stranger  # to whom the queue's state is not told
+        assert server.complete().status_code == 401
         assert [future.result().status_code for future in running] == [200, 200]
+
+
+def test_more_answers_than_there_are_places_left_are_refused() -> None:
+    with served(tiny_llm(max_num_seqs=1), max_queue=2) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.complete, max_tokens=250)
+        until(lambda: server.service.engine.num_open == 1)
+        assert [server.complete("a", n=n, max_tokens=1).status_code for n in (3, 2)] == [429, 200]
+        assert running.result().status_code == 200
 
 
 def test_a_client_may_let_others_go_first() -> None:
@@ -306,6 +327,22 @@ def test_absurd_options_are_refused_by_name(bad: dict[str, Any]) -> None:
 def test_the_command_refuses_bad_options() -> None:
     result = CliRunner().invoke(main, ["serve", "--port", "99999"])
     assert result.exit_code == 2 and "port must be between" in result.output
+
+
+def test_the_command_leaves_the_collector_little_to_walk_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("specdec.llm.LLM", lambda *args, **options: tiny_llm())
+    monkeypatch.setattr(DrainingServer, "run", lambda self: seen.append((gc.get_freeze_count(), len(gc.get_objects()))))
+    interval = sys.getswitchinterval()
+    try:
+        result = CliRunner().invoke(main, ["serve", "--port", "0"])
+        assert result.exit_code == 0, result.output
+        assert sys.getswitchinterval() < interval
+    finally:
+        sys.setswitchinterval(interval)
+        gc.unfreeze()
+    ((frozen, watched),) = seen
+    assert frozen > 50 * watched
 
 
 def test_it_listens_on_this_machine_alone_by_default(server: Served) -> None:

@@ -1,5 +1,6 @@
 """`specdec serve`: the OpenAI-compatible server."""
 
+import gc
 import sys
 from typing import Any
 
@@ -46,5 +47,12 @@ def serve(
     config = ServerConfig(**options)
     set_up_logs(log_level)
     llm = LLM(model, drafter, device=device, dtype=dtype, quantization=quantization, **sizes)
-    sys.setswitchinterval(SWITCH_SECONDS)
+    _give_turns()
     DrainingServer(make_app(llm, config), config).run()
+
+
+def _give_turns() -> None:
+    """Let no thread keep the others waiting for long: neither the engine's nor one that collects garbage."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()  # no later collection walks through all that torch and transformers loaded

@@ -2,7 +2,7 @@
 most.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,6 +11,7 @@ import numpy as np
 from specdec.engine.cost import CostTable
 from specdec.engine.gains import ChainGains, Gains, TreeGains
 from specdec.engine.request import Request
+from specdec.engine.times import StepTimes
 from specdec.verifier.tree import MAX_NODES
 
 FIRST_WAIT = 4
@@ -45,19 +46,22 @@ class NodeBudget:
     seconds are those of a step with as many nodes in all, evenly spread.
 
     Captured steps are padded: all trees have the nodes of their bucket. There the sequences share one number of nodes,
-    the one with the most expected tokens of all ÷ seconds (`shared_limit`).
+    the one with the most expected tokens of all ÷ seconds (`shared_limit`). The seconds are those that such steps took
+    lately (`times`), as far as they are known: drafts cost time of their own, which grows with the sequences.
 
     A request that is left with one node is probed with a few after 4 such steps, then after 8, 16, … up to 64, so that
     it comes back once its drafts are right again; unless nodes would not pay if all were accepted.
 
     Args:
-        table: measured step times; None limits nothing, and takes a guess where padding has to be paid for.
+        table: measured step times; None limits nothing but captured steps, by a guess until their times are known.
         max_nodes: most nodes a sequence.
         chances: measured ones of the drafter's tree, as `KnowsChances` has them; None if there are none.
     """
 
     def __init__(self, table: CostTable | None, max_nodes: int, chances: Sequence[float] | None = None) -> None:
         self.table = table
+        self.times = StepTimes()
+        """Of captured steps, as they ran; whoever runs them puts them in."""
         largest_known = MAX_NODES if table is None else table.num_nodes[-1]  # larger trees weren't measured
         self._most = min(max_nodes, largest_known)
         self._gains: Gains = ChainGains(self._most) if chances is None else TreeGains(chances, self._most)
@@ -108,17 +112,29 @@ class NodeBudget:
             order = order[: int(np.argmax(tokens / np.interp(counts, self.table.num_nodes, measured)))]
         return [int(n) for n in 1 + np.bincount(order % max(1, num_seqs), minlength=num_seqs)]
 
-    def shared_limit(self, requests: Sequence[Request]) -> int:
+    def shared_limit(self, requests: Sequence[Request], num_seqs: int | None = None) -> int:
         """Return the nodes of each tree of a step whose trees all have as many, padding included.
+
+        A probe concerns all, so it waits until at least half of them are due.
 
         Args:
             requests: those of the step.
+            num_seqs: sequences that the step is padded to; by default none is added.
         """
         states = [self._state(r) for r in requests]
-        context = max(len(r.tokens) for r in requests)
-        best = self._search(len(requests), context, [s.quality for s in states])
-        if best == 1 and any(s.idle >= s.wait for s in states):
-            return min(PROBE_NODES, self._search(len(requests), context, [self._gains.best]))
+        places, context = num_seqs or len(requests), max(len(r.tokens) for r in requests)
+
+        def expected(num_nodes: int) -> float:
+            return self._seconds(places, num_nodes, context)
+
+        def seconds(num_nodes: int) -> float:
+            return self.times.seconds(places, num_nodes, expected)
+
+        best = self._search([s.quality for s in states], seconds)
+        if best > 1 and self.times.lack_plain(places):
+            return 1  # there is nothing yet to compare drafts with
+        if best == 1 and 2 * sum(s.idle >= s.wait for s in states) >= len(states):
+            return min(PROBE_NODES, self._search([self._gains.best] * len(states), seconds))
         if best > 1:
             for state in states:
                 state.idle, state.wait = 0, FIRST_WAIT
@@ -147,7 +163,7 @@ class NodeBudget:
         state.quality = self._gains.learn(state.quality, num_accepted, num_refused, max_nodes)
         if max_nodes == 1:
             state.idle += 1
-        elif state.idle >= state.wait and (answered or padded):  # a probe that was answered
+        elif state.idle >= (1 if padded else state.wait) and (answered or padded):  # a probe that was answered
             state.idle, state.wait = 0, min(2 * state.wait, LAST_WAIT)
         state.num_tried, state.num_accepted = num_tried, stats.num_accepted_tokens
         state.num_drafted = stats.num_draft_tokens
@@ -160,14 +176,14 @@ class NodeBudget:
         return self._states.setdefault(request.id, _RequestState(self._gains.first))
 
     def _alone(self, num_seqs: int, context: int, quality: float) -> int:
-        return self._search(num_seqs, context, [quality])
+        return self._search([quality], lambda num_nodes: self._seconds(num_seqs, num_nodes, context))
 
-    def _search(self, num_seqs: int, context: int, qualities: Sequence[float]) -> int:
+    def _search(self, qualities: Sequence[float], seconds: Callable[[int], float]) -> int:
         """The node count with the most expected tokens a second at those qualities; the smallest of equals."""
         known = NODE_COUNTS if self.table is None else self.table.num_nodes
         counts = [n for n in known if n < self._most] + [self._most]
         bought = np.cumsum([0.0, *self._gains.of(qualities).sum(0)])  # by all, with 1, 2, … nodes each
-        gain = {n: (len(qualities) + bought[n - 1]) / self._seconds(num_seqs, n, context) for n in counts}
+        gain = {n: (len(qualities) + bought[n - 1]) / seconds(n) for n in counts}
         return max(counts, key=lambda n: gain[n])
 
     def _seconds(self, num_seqs: int, num_nodes: int, context: int) -> float:

@@ -44,7 +44,8 @@ class Engine:
         eos_token_ids: tokens that end an answer.
         num_real_tokens: ids from here on pad the vocabulary and are never emitted.
         seed: of the seeds that are drawn for requests without one; None draws from the system.
-        cost_table: measured step times, which set the trees' node budgets; None gives each all that `config` allows.
+        cost_table: measured step times, which set the trees' node budgets; None gives each all that `config` allows,
+            but for captured steps, which draft what pays by the times that they are seen to take.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Engine:
         self.why_no_graphs = why_no_graph(model, drafter, rule) if config.cuda_graphs else "cuda_graphs is off"
         """Why decode steps aren't captured; None if they are."""
         self.graphs = None if self.why_no_graphs else self._make_graphs()
+        self._behind_captured = False
 
     def _make_graphs(self) -> StepGraphs:
         assert isinstance(self.model, Decoder) and isinstance(self.drafter, DraftsOnDevice)
@@ -172,8 +174,11 @@ class Engine:
         if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
             self.num_steps += 1
             self._emit_captured(outcomes)
+            self._behind_captured = True
             return
-        plan = self.scheduler.schedule()
+        # Between captured steps an eager one lets requests in; for a crowd the host drafts longer than that saves.
+        plan = self.scheduler.schedule(drafts=not self._behind_captured)
+        self._behind_captured = False
         self.drafter.forget([r.id for r in plan.preempted])
         tree, failed = draft(self.drafter, plan, self.model.vocab_size)
         self._retire(failed)

@@ -5,7 +5,7 @@ that ends is still in the step that has been launched; its tokens of that step a
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -61,14 +61,39 @@ class GraphStats:
     num_bytes: int
 
 
+class Mark:
+    """The end of what a device was given so far; without a GPU that is now, and no time is known of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the device is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: "Mark") -> float | None:
+        """Return the time between two marks that the device has passed."""
+        if self._event is None or earlier._event is None:
+            return None
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
 @dataclass(slots=True)
 class _Launched:
-    """A step in flight: its requests by place, its result on the host once `done` is reached."""
+    """A step in flight: its requests by place, its result on the host once `done` is reached.
+
+    `behind` is the end of the step before, if this one takes the time between both: it was launched while that ran.
+    """
 
     requests: list[Request]
-    num_nodes: int
+    bucket: Bucket
     result: Tensor
-    done: Callable[[], object]
+    done: Mark
+    behind: Mark | None
 
 
 def bucket_of(num_seqs: int, num_nodes: int, longest: int, max_model_len: int, cuts: bool = False) -> Bucket:
@@ -169,7 +194,7 @@ class StepGraphs:
             return None
         places = _at_least(len(self._loaded) or len(running))
         nodes = self._num_nodes(running, places)
-        ahead = sum(launched.num_nodes for launched in self._flying) + nodes
+        ahead = sum(launched.bucket.num_nodes for launched in self._flying) + nodes
         longest = max(len(r.tokens) for r in running) + ahead
         if longest > self.max_model_len or not self.scheduler.reserve_ahead(ahead, AHEAD):
             return None
@@ -188,9 +213,8 @@ class StepGraphs:
         most = self.drafter.max_device_nodes()
         wanted = min(most, self.scheduler.config.max_nodes, MAX_ROWS // places)
         wanted = min(wanted, max(r.params.max_nodes for r in running))
-        left = min(r.params.max_new_tokens - r.num_output for r in running)
-        if wanted > 1 and left > 1:
-            wanted = min(wanted, self.budget.shared_limit(running))
+        if wanted > 1:
+            wanted = min(wanted, self.budget.shared_limit(running, places))
         return max(n for n in (*NODE_COUNTS, most) if n <= max(1, wanted))  # few sizes, the whole tree among them
 
     def _load(self) -> None:
@@ -206,13 +230,14 @@ class StepGraphs:
                 self._state.lengths[place] = 0
                 self._table_sizes[place] = 0
         self._send_tables()
+        behind = self._flying[-1].done if self._flying and bucket in self._captured else None  # a capture takes long
         captured = self._captured.get(bucket) or self._capture(bucket)
         captured.replay()
         shape = captured.step.out.shape
         result = self._results[self._launches % _RING][: shape.numel()].view(shape)
         result.copy_(captured.step.out, non_blocking=True)
         self._launches += 1
-        self._flying.append(_Launched(list(self._loaded), bucket.num_nodes, result, _mark(self.model.device)))
+        self._flying.append(_Launched(list(self._loaded), bucket, result, Mark(self.model.device), behind))
 
     def _send_tables(self) -> None:
         """Copy the block tables to the device if one has grown."""
@@ -230,12 +255,14 @@ class StepGraphs:
     def _read(self) -> list[Outcome]:
         """Wait for the oldest step in flight and return what it emitted for requests that still run."""
         launched = self._flying.popleft()
-        launched.done()
-        outcomes = []
+        launched.done.wait()
+        bucket, outcomes = launched.bucket, []
+        if launched.behind is not None and (seconds := launched.done.seconds_since(launched.behind)) is not None:
+            self.budget.times.observe(bucket.num_seqs, bucket.num_nodes, seconds)
         for request, row in zip(launched.requests, launched.result.tolist(), strict=False):
             if request.finish_reason is None:
                 *tokens, leaf, num_accepted, num_nodes = row
-                outcomes.append(Outcome(request, tokens[:num_accepted], bool(leaf), num_nodes, launched.num_nodes))
+                outcomes.append(Outcome(request, tokens[:num_accepted], bool(leaf), num_nodes, bucket.num_nodes))
         return outcomes
 
     def _capture(self, bucket: Bucket) -> Captured:
@@ -254,12 +281,3 @@ def _can_load(requests: Sequence[Request]) -> bool:
 def _at_least(count: int) -> int:
     """The next power of 2."""
     return 1 << (count - 1).bit_length()
-
-
-def _mark(device: torch.device) -> Callable[[], object]:
-    """Return what waits for all that was launched so far."""
-    if device.type != "cuda":
-        return lambda: None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event.synchronize

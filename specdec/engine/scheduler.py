@@ -64,15 +64,17 @@ class Scheduler:
         """Put a request into the queue, at its place."""
         insort(self.waiting, request, key=lambda r: r.rank)
 
-    def schedule(self) -> Plan:
-        """Choose the step's requests and reserve a slot for each of their rows."""
+    def schedule(self, *, drafts: bool = True) -> Plan:
+        """Choose the step's requests and reserve a slot for each of their rows. Without drafts trees are roots."""
         plan = Plan()
         budget = self.config.max_num_batched_tokens
         decoding = [r for r in self.running if r.num_pending == 1]
         rows = max(0, budget - len(decoding)) // 2  # half of the rest is left for prompts
         busy = bool(self.waiting) or len(decoding) < len(self.running)
-        shares = self.node_budget.allot(decoding, rows, busy=busy)
-        nodes = {r.id: share for r, share in zip(decoding, shares, strict=True)}
+        nodes: dict[int, int] | None = None
+        if drafts:
+            shares = self.node_budget.allot(decoding, rows, busy=busy)
+            nodes = {r.id: share for r, share in zip(decoding, shares, strict=True)}
         for request in sorted(self.running, key=lambda r: (r.num_pending > 1, r.rank)):  # decoding first
             if budget and request not in plan.preempted:
                 budget -= self._add(plan, request, budget, nodes)
@@ -128,13 +130,15 @@ class Scheduler:
         self.pool.release(request.block_table[keep:])
         del request.block_table[keep:]
 
-    def _add(self, plan: Plan, request: Request, budget: int, nodes: Mapping[int, int]) -> int:
+    def _add(self, plan: Plan, request: Request, budget: int, nodes: Mapping[int, int] | None) -> int:
         """Put a request into the plan if its slots can be had; return the rows that it takes of the budget."""
         rows = min(request.num_pending, budget)
         reaches_root = rows == request.num_pending
         max_nodes = 0
-        if reaches_root:
+        if reaches_root and nodes is not None:
             max_nodes = nodes.get(request.id) or self.node_budget.allot([request], (budget - rows) // 2)[0]
+        elif reaches_root:
+            max_nodes = 1
         spare = max(max_nodes - 1, 0)
         if self._blocks_missing(request, request.num_computed + rows + spare) > self.pool.num_free:
             max_nodes, spare = min(max_nodes, 1), 0

@@ -37,7 +37,7 @@ def make_app(llm: LLM, config: ServerConfig) -> FastAPI:
     if config.cors_origins:
         origins = list(config.cors_origins)
         passed.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
-    passed.append(Middleware(Gate, config=config))
+    passed.append(Middleware(Gate, config=config, check_room=service.engine.check_room))
     # The interactive documentation would load its scripts from elsewhere.
     app = FastAPI(
         title="specdec", version=__version__, lifespan=lifespan, middleware=passed, docs_url=None, redoc_url=None

@@ -1,29 +1,36 @@
-"""What a request must pass before anything is done for it: sizes, then the key, then its body."""
+"""What a request must pass before anything is done for it: sizes, then the key, then its body, then the queue."""
 
 import asyncio
 import hmac
+from collections.abc import Callable
 from hashlib import sha256
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec.errors import SpecdecError
 from specdec.server.config import ServerConfig
-from specdec.server.errors import Problem
+from specdec.server.errors import Problem, problem_of
 
 OPEN_PATHS = frozenset({"/", "/playground.js", "/playground.css", "/health", "/ready", "/version", "/metrics"})
 """Paths that need no key: they tell nothing of anybody's requests, and cost no work of the model."""
+ANSWER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Paths whose requests take places in the queue."""
 
 
 class Gate:
-    """Lets through requests that are small enough and have a key, with their whole body.
+    """Lets through requests that are small enough, have a key and can be taken now, with their whole body.
+
+    Under overload most requests end here: their bodies are read, which keeps the connection usable, but never parsed.
 
     Args:
         app: what stands behind it.
         config: limits and keys.
+        check_room: raises if no answer at all can be taken now, as `AsyncEngine.check_room` does.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app, self._config = app, config
+    def __init__(self, app: ASGIApp, config: ServerConfig, check_room: Callable[[], None]) -> None:
+        self._app, self._config, self._check_room = app, config, check_room
         self._keys = [sha256(key.encode()).digest() for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,9 +41,11 @@ class Gate:
         body = self._refuse_early(scope) or await self._read_body(receive)
         if body is None:  # the client has left
             return
-        if isinstance(body, Problem):
-            await body.response()(scope, receive, send)
+        problem = body if isinstance(body, Problem) else self._refuse_full(scope)
+        if problem is not None:
+            await problem.response()(scope, receive, send)
             return
+        assert isinstance(body, bytes)
         await self._app(scope, _replay(body, receive), send)
 
     def _refuse_early(self, scope: Scope) -> Problem | None:
@@ -64,6 +73,16 @@ class Gate:
         given = sha256(token.strip().encode()).digest()  # of one length, whatever was sent
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # all of them: no early end
         return scheme.lower() == "bearer" and any(matches)
+
+    def _refuse_full(self, scope: Scope) -> Problem | None:
+        """That there is no place for any answer, if that is so."""
+        if scope["method"] != "POST" or scope["path"] not in ANSWER_PATHS:
+            return None
+        try:
+            self._check_room()
+        except SpecdecError as error:
+            return problem_of(error)
+        return None
 
     async def _read_body(self, receive: Receive) -> bytes | Problem | None:
         """The body; what is wrong with it; or None if the client has left."""
