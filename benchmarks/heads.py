@@ -1,6 +1,6 @@
 """Draft heads on prompts that they were never trained on: τ by category, greedy and sampling, and what it is worth.
 
-    python benchmarks/heads.py HEADS_FOLDER … --json benchmarks/results/heads_smollm2_h100.json
+    python benchmarks/heads.py HEADS_FOLDER … --json benchmarks/results/heads_smollm2_h200.json
 
 τ counts the bonus token and the prompt's own forward, and is that of the whole tree, measured on many prompts at once.
 Beside it stand what the trainer predicts of these very answers (`tau`), the mean over all their positions, how often

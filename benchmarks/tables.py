@@ -86,7 +86,7 @@ def throughput() -> str:
 def heads() -> str:
     """Return what the heads that come with the package gain over plain decoding, by device and nodes of the tree."""
     rows = []
-    for device, file in {"2 CPU cores, fp32": "heads_smollm2_cpu", "H100, bf16": "heads_smollm2_h100"}.items():
+    for device, file in {"2 CPU cores, fp32": "heads_smollm2_cpu", "H200, bf16": "heads_smollm2_h200"}.items():
         result = read(file)
         (measured,) = result["rows"]
         for nodes, r in measured["speeds"].items():
@@ -107,7 +107,7 @@ def prefill() -> str:
 
 def nodes() -> str:
     """Return what a step costs by the number of nodes, on a GPU."""
-    rows = read("nodes_8b_h100")["rows"]
+    rows = read("nodes_8b_h200")["rows"]
     return table(
         ["nodes", *(str(r["nodes"]) for r in rows)],
         [
