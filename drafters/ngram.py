@@ -140,12 +140,19 @@ class NGramDrafter:
         """Return the most nodes of a chain, root included: on a device that drafts, rows cost next to nothing."""
         return max(DEVICE_NODES, self._num_speculative_tokens + 1)
 
-    def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a chain of what followed the longest, most recent match; see `DraftsOnDevice`."""
+    def draft_on_device(
+        self, query: DeviceQuery, num_nodes: int, shortest: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return a chain of what followed the longest, most recent match; see `DraftsOnDevice`.
+
+        Args:
+            query, num_nodes: as there.
+            shortest: tokens of the shortest match, where `prompt_lookup_min` is less, as far as `prompt_lookup_max` allows.
+        """
         from specdec.kernels.gpu.ngram import ngram_chain
 
         longest = min(self._lengths[0], MAX_LOOKUP)
-        shortest = min(self._lengths[-1], longest)
+        shortest = min(max(shortest, self._lengths[-1]), longest)
         tokens, parents, drafted, _ = ngram_chain(query.history, query.lengths, num_nodes, longest, shortest)
         return tokens, parents, drafted
 

@@ -90,9 +90,19 @@ def drafts_on_device(name: str) -> bool:
     Args:
         name: one of `DRAFTERS`, or two of them, as in "ngram+early_exit".
     """
-    factory: Any = HybridDrafter if "+" in name else DRAFTERS[name]()
-    kind = factory if isinstance(factory, type) else get_type_hints(factory)["return"]
-    return isinstance(kind, DraftsOnDevice)  # the class itself has all members that its drafters have
+    first, plus, second = name.partition("+")
+    if plus:
+        from specdec.drafters.heads_drafter import HeadsDrafter
+
+        return first == "ngram" and issubclass(_kind(second), HeadsDrafter)
+    return isinstance(_kind(name), DraftsOnDevice)  # the class itself has all members that its drafters have
+
+
+def _kind(name: str) -> type:
+    """What a drafter of that name is at least."""
+    factory: Any = DRAFTERS[name]()
+    kind: type = factory if isinstance(factory, type) else get_type_hints(factory)["return"]
+    return kind
 
 
 def _named(spec: str | Path | PreTrainedModel, options: dict[str, Any]) -> tuple[Factory, dict[str, Any]]:
@@ -122,7 +132,14 @@ def _named(spec: str | Path | PreTrainedModel, options: dict[str, Any]) -> tuple
 
 
 def _both(first: str, second: str, target: DraftTarget | None = None, **options: Any) -> Drafter:
-    return HybridDrafter(make_drafter(first, target), make_drafter(second, target), **options)
+    from specdec.drafters.heads_drafter import HeadsDrafter
+    from specdec.drafters.ngram import NGramDrafter
+    from specdec.drafters.ngram_heads import NGramHeadsDrafter
+
+    one, other = make_drafter(first, target), make_drafter(second, target)
+    if isinstance(one, NGramDrafter) and isinstance(other, HeadsDrafter):
+        return NGramHeadsDrafter(one, other, **options)
+    return HybridDrafter(one, other, **options)
 
 
 def _split(spec: str | Path) -> tuple[str, str | None]:

@@ -80,7 +80,11 @@ def test_the_page_of_drafters_knows_all_of_them_and_where_they_draft() -> None:
     rows = drafter_rows(4)
     assert set(rows) - {"ngram+X"} == set(DRAFTERS) - {"shipped"}  # `auto` is that, or n-grams
     for name, row in rows.items():
-        assert (row[3] == "yes") == (name == "auto" or drafts_on_device("ngram+none" if "+" in name else name)), name
+        if "+" in name:
+            captured = drafts_on_device("ngram+shipped") and not drafts_on_device("ngram+draft_model")
+            assert captured and row[3] == "yes, where X is heads"
+        else:
+            assert (row[3] == "yes") == (name == "auto" or drafts_on_device(name)), name
 
 
 def test_the_page_of_drafters_names_options_that_exist() -> None:

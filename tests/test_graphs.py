@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec.drafters.hybrid import HybridDrafter
 from specdec.drafters.ngram import NGramDrafter
+from specdec.drafters.ngram_heads import NGramHeadsDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import DeviceQuery, Drafter, DraftQuery, Observation
 from specdec.engine.device import Captured
@@ -134,7 +135,11 @@ def test_quantized_pages_change_with_no_tree(name: str) -> None:
     assert max(r.stats.mean_acceptance_length for r in requests) > 1.2, "no draft was right: nothing was tested"
 
 
-@pytest.mark.parametrize("random_heads", [random_medusa, random_hydra, random_recurrent])
+def ngrams_and_random_heads(model: PreTrainedModel) -> Drafter:
+    return NGramHeadsDrafter(NGramDrafter(), random_medusa(model))
+
+
+@pytest.mark.parametrize("random_heads", [random_medusa, random_hydra, random_recurrent, ngrams_and_random_heads])
 def test_random_heads_change_no_token(random_heads: Callable[[PreTrainedModel], Drafter]) -> None:
     params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, seed=3, temperature=1.1)]
     model = tiny_llama(**SIZE).to(DEVICE)
@@ -344,8 +349,9 @@ def test_why_not() -> None:
     assert "torch ops" in str(make_engine(tiny_llama()).why_no_graphs)
     medusa = random_medusa(model)
     assert make_engine(Decoder(model, triton_ops()), medusa).why_no_graphs is None
-    hybrid = make_engine(Decoder(model, triton_ops()), HybridDrafter(NGramDrafter(), medusa))
-    assert hybrid.why_no_graphs == "drafter 'ngram+medusa' drafts on the host"
+    hybrid = make_engine(Decoder(model, triton_ops()), HybridDrafter(NGramDrafter(), NGramDrafter()))
+    assert hybrid.why_no_graphs == "drafter 'ngram+ngram' drafts on the host"
+    assert make_engine(Decoder(model, triton_ops()), NGramHeadsDrafter(NGramDrafter(), medusa)).why_no_graphs is None
     typical = make_engine(Decoder(model, triton_ops()), rule=TypicalRule())
     assert "rule 'typical'" in str(typical.why_no_graphs) and typical.graphs is None
     off = make_engine(Decoder(model, triton_ops()), cuda_graphs=False)

@@ -1,8 +1,12 @@
 """The ranking of a drafter's candidates, by torch and by Triton, and the drafts that heads make of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from specdec.drafters.ngram import NGramDrafter
+from specdec.drafters.ngram_heads import NGramHeadsDrafter
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, Observation
 from specdec.kernels import rank as torch_rank
 from specdec.kernels.gpu import candidates as gpu_candidates
@@ -113,6 +117,23 @@ def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes, draft_
         assert not draft_vocab or all(token % 3 == 1 for token in tree.tokens_of(b)[1:])
         assert parents[b, : count[b]].tolist() == tree.parents_of(b)
     assert ((tokens >= 0) & (tokens < 97)).all()
+
+
+def test_a_sure_match_takes_the_place_of_the_heads_tree():
+    """A match of three tokens is sure, one of two isn't; the third sequence has no hidden state, the last is inactive."""
+    histories = [[5, 6, 7, 8, 5, 6, 7], [6, 7, 8, 5, 6, 7], [5, 6, 7, 8, 5, 6, 7], []]
+    query = replace(
+        device_query(),
+        history=torch.tensor([h + [0] * (8 - len(h)) for h in histories], dtype=torch.int32, device=DEVICE),
+        lengths=put([len(h) for h in histories]),
+    )
+    heads = random_medusa(tiny_llama(dtype=torch.float32, num_hidden_layers=1).to(DEVICE))
+    tokens, parents, sizes = NGramHeadsDrafter(NGramDrafter(), heads).draft_on_device(query, 6)
+    assert sizes.tolist() == [6, 6, 6, 0] and sizes.dtype == torch.int32
+    for b in (0, 2):
+        assert tokens[b].tolist() == [7, 8, 5, 6, 7, 8] and parents[b].tolist() == [-1, 0, 1, 2, 3, 4]
+    of_heads = heads.draft_on_device(query, 6)
+    assert torch.equal(tokens[1], of_heads[0][1]) and torch.equal(parents[1], of_heads[1][1])
 
 
 @HEADS
