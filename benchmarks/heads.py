@@ -171,8 +171,10 @@ def main(
 
         row: dict[str, object] = {"heads": Path(heads).name}
         if with_tau:
-            # Captured steps take fewer nodes where they don't pay.
-            room = {"max_num_batched_tokens": max(2048, 64 * at_once), "num_blocks": max(512, 64 * at_once)}
+            # Captured steps take fewer nodes where they don't pay; prompts and full pools must take none either.
+            longest = max(len(ids) for ids_of in prompts.values() for ids in ids_of)
+            blocks = at_once * -(-(longest + tokens + 64) // 16)
+            room = {"max_num_batched_tokens": 2 * 64 * at_once + longest, "num_blocks": blocks}  # half is for prompts
             row |= _measure_tau(opened(64, at_once, cuda_graphs=False, **room), prompts, tokens)
             click.echo(str(row))
         speeds = {}

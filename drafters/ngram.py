@@ -147,7 +147,7 @@ class NGramDrafter:
 
         Args:
             query, num_nodes: as there.
-            shortest: tokens of the shortest match, where `prompt_lookup_min` is less, as far as `prompt_lookup_max` allows.
+            shortest: tokens of the shortest match, between `prompt_lookup_min` and `prompt_lookup_max`.
         """
         from specdec.kernels.gpu.ngram import ngram_chain
 

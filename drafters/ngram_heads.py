@@ -1,4 +1,4 @@
-"""N-grams and draft heads as one drafter that drafts on a device: a chain where n-grams are sure, else the heads' tree."""
+"""N-grams and draft heads as one drafter of captured steps: a chain where n-grams are sure, else the heads' tree."""
 
 from collections.abc import Sequence
 

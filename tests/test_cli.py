@@ -104,7 +104,7 @@ def test_info_says_what_would_be_captured(invoke: Invoke, monkeypatch: pytest.Mo
     assert facts["kernels"] == "triton: a token's bits don't depend on its batch"
     assert all(name in facts["eager"] for name in EAGER_PARAMETERS) and "rule typical" in facts["eager"]
     assert (
-        "drafters none, ngram, medusa, hydra, recurrent, shipped; rule coupled" in facts["captured"]
+        "drafters none, ngram, medusa, hydra, recurrent, shipped, ngram+shipped; rule coupled" in facts["captured"]
         and "llama" in facts["captured"]
     )
     assert "drafters draft_model, early_exit, ngram+draft_model;" in facts["eager"]

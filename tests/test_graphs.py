@@ -147,7 +147,7 @@ def test_random_heads_change_no_token(random_heads: Callable[[PreTrainedModel], 
     requests = run(engine, PROMPTS[:2], params)
     assert outputs(requests) == outputs(run(make_engine(tiny_llama(**SIZE)), PROMPTS[:2], params))
     assert engine.graphs is not None
-    assert {bucket.num_nodes for bucket in engine.graphs._captured} == {6}, "a step doesn't hold the whole tree"
+    assert max(bucket.num_nodes for bucket in engine.graphs._captured) == 6, "no step held the whole tree"
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])

@@ -66,7 +66,7 @@ def tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
 
 @triton.jit
 def _same_rows(at, ROWS: tl.constexpr):
-    """A lone row, read once for all rows of a tile: if each read it for itself, all would wait for the same few bytes."""
+    """A lone row, read once for all rows of a tile: if each read it, all would wait for the same few bytes."""
     return tl.broadcast_to(tl.load(at)[None, :], [ROWS, at.shape[0]])
 
 

@@ -108,7 +108,9 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     from specdec.models.families import FAMILIES
     from specdec.verifier.rules import RULES, CoupledRule
 
-    drafters = {name: drafts_on_device(name) for name in [*DRAFTERS, "ngram+shipped", "ngram+draft_model"] if name != "auto"}
+    drafters = {
+        name: drafts_on_device(name) for name in [*DRAFTERS, "ngram+shipped", "ngram+draft_model"] if name != "auto"
+    }
     rules = {name: rule is CoupledRule for name, rule in RULES.items()}
 
     def names(of: dict[str, bool], captured: bool) -> str:
