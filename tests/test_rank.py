@@ -120,7 +120,7 @@ def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes, draft_
 
 
 def test_a_sure_match_takes_the_place_of_the_heads_tree():
-    """A match of three tokens is sure, one of two isn't; the third sequence has no hidden state, the last is inactive."""
+    """A match of three tokens is sure, one of two isn't; the third has no hidden state, the last is inactive."""
     histories = [[5, 6, 7, 8, 5, 6, 7], [6, 7, 8, 5, 6, 7], [5, 6, 7, 8, 5, 6, 7], []]
     query = replace(
         device_query(),
