@@ -132,6 +132,7 @@ def _measure_tau(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> 
 @click.option("--timed", default=2, help="Prompts of each category that are timed.")
 @click.option("--sizes", default="8,16,32,64", help="Nodes of the trees that are timed.")
 @click.option("--prompts", "source", default="builtin", help="`builtin`, or a file as for `specdec bench acceptance`.")
+@click.option("--num-prompts", type=click.IntRange(min=1), help="Of each category; all by default.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def main(
     folders: tuple[str, ...],
@@ -142,13 +143,14 @@ def main(
     timed: int,
     sizes: str,
     source: str,
+    num_prompts: int | None,
     path: str | None,
 ) -> None:
     """Measure heads."""
     plain = LLM(model, "none", max_num_seqs=1, enable_prefix_caching=False)
     assert plain.tokenizer is not None
     prompts: dict[str, list[list[int]]] = defaultdict(list)
-    for prompt in load_prompts(source):
+    for prompt in load_prompts(source, most=num_prompts):
         prompts[prompt.category].append(prompt.encode(plain.tokenizer))
     some = [ids for ids_of in prompts.values() for ids in ids_of[:timed]]
     base = timed_answers(plain, some, tokens)
