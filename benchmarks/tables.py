@@ -97,6 +97,16 @@ def heads() -> str:
     return table(("on", "nodes", "plain tok/s", "heads tok/s", "×", "same tokens"), rows)
 
 
+def tau_of_heads() -> str:
+    """Return τ of the heads that come with the package, by category and temperature, and what was predicted of all."""
+    result = read("heads_tau_smollm2_cpu")
+    (measured,) = result["rows"]
+    greedy, sampled = measured["tau_0.0"], measured["tau_0.7"]
+    rows = [[name, f"{greedy[name]:.2f}", f"{sampled[name]:.2f}"] for name in greedy]
+    shown = table(("prompts", "τ at temperature 0", "τ at 0.7"), rows)
+    return f"{shown}\n\nPredicted from the ranks in the greedy answers: {measured['predicted']['tau']:.2f} for all."
+
+
 def prefill() -> str:
     """Return the speed of one long prompt, deterministic and by the library's products."""
     result = read("prefill_8b_h100")
@@ -302,7 +312,7 @@ def _machine(result: dict[str, Any]) -> str:
 
 _BENCH = (acceptance, picture, seeds, serve_agreement)
 _SPEED = (attention, demo, dropin, heads, linear, ngram_gpu, nodes, prefill, products, startup, throughput)
-_EQUALITY = (cache_quality, exact_gpu, property_cases, traffic)
+_EQUALITY = (cache_quality, exact_gpu, property_cases, tau_of_heads, traffic)
 TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_BENCH, *_SPEED, *_EQUALITY, provenance)}
 
 
