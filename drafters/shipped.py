@@ -18,8 +18,8 @@ NAMES = ("shipped", "ngram+shipped")
 """The drafters that use shipped heads."""
 AUTO = {"cpu": "ngram+shipped", "cuda": "ngram"}
 """Which drafter "auto" takes on each type of device, where there are heads for the model. On a GPU n-grams, until both
-together have been measured there: alone, heads gain more on free text (`benchmarks/results/heads_smollm2_h200.json`) and
-n-grams far more where the answer repeats the prompt (`speculation_smollm2_h100.json`)."""
+together have been measured there: heads gain 1.4 to 1.5 (`benchmarks/results/heads_smollm2_h200.json`), n-grams far
+more where the answer repeats the prompt (`speculation_smollm2_h100.json`)."""
 NODES = {"cpu": 2}
 """Most nodes of a tree where nobody says how many; other devices take all that were stored. On a CPU large trees cost
 more than they bring (`benchmarks/results/heads_smollm2_cpu.json`)."""
