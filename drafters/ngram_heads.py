@@ -17,24 +17,19 @@ class NGramHeadsDrafter(HybridDrafter):
     """Drafts as `HybridDrafter` does on the host, and in captured steps.
 
     There nobody counts how often n-grams were right, so the length of the match decides. The heads draft in any case: a
-    captured step is the same whatever its sequences hold.
+    captured step is the same whatever its sequences hold. The chances of the heads' tree aren't those of its drafts, so
+    it isn't `KnowsChances`: a chain may be longer than a tree that was cut to a few nodes.
 
     Args:
         first: n-grams.
         second: heads.
-        both: as for `HybridDrafter`; for steps on the host.
     """
 
     chains_only = False
 
-    def __init__(self, first: NGramDrafter, second: HeadsDrafter, both: bool = False) -> None:
-        super().__init__(first, second, both)
+    def __init__(self, first: NGramDrafter, second: HeadsDrafter) -> None:
+        super().__init__(first, second)
         self._ngrams, self._heads = first, second
-
-    @property
-    def node_chances(self) -> tuple[float, ...] | None:
-        """Those of the heads' tree; see `KnowsChances`."""
-        return self._heads.node_chances
 
     def max_device_nodes(self) -> int:
         """Return the nodes of the heads' tree, root included; a chain may be as long."""

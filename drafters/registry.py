@@ -131,15 +131,15 @@ def _named(spec: str | Path | PreTrainedModel, options: dict[str, Any]) -> tuple
     return factory, options
 
 
-def _both(first: str, second: str, target: DraftTarget | None = None, **options: Any) -> Drafter:
+def _both(first: str, second: str, target: DraftTarget | None = None, both: bool = False) -> Drafter:
     from specdec.drafters.heads_drafter import HeadsDrafter
     from specdec.drafters.ngram import NGramDrafter
     from specdec.drafters.ngram_heads import NGramHeadsDrafter
 
     one, other = make_drafter(first, target), make_drafter(second, target)
-    if isinstance(one, NGramDrafter) and isinstance(other, HeadsDrafter):
-        return NGramHeadsDrafter(one, other, **options)
-    return HybridDrafter(one, other, **options)
+    if isinstance(one, NGramDrafter) and isinstance(other, HeadsDrafter) and not both:  # no kernel merges trees
+        return NGramHeadsDrafter(one, other)
+    return HybridDrafter(one, other, both)
 
 
 def _split(spec: str | Path) -> tuple[str, str | None]:

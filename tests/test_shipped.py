@@ -15,6 +15,7 @@ from specdec.drafters import shipped
 from specdec.drafters.heads import HeadsConfig, base_fingerprint, load_heads, make_heads, save_heads
 from specdec.drafters.heads_drafter import HeadsDrafter
 from specdec.drafters.ngram import NGramDrafter
+from specdec.drafters.protocol import DraftsOnDevice, KnowsChances
 from specdec.drafters.registry import make_drafter
 from specdec.errors import CheckpointError, ConfigError
 from specdec.params import SamplingParams
@@ -62,6 +63,14 @@ def test_shipped_heads_are_the_default(folder: Path, heads: Path) -> None:
     got = llm.generate("hello", params)[0]
     assert got.token_ids == want.token_ids and got.stats.num_draft_tokens > 0
     assert LLM(folder, "ngram", device="cpu").engine.drafter.name == "ngram", "a named drafter overrides"
+
+
+def test_n_grams_with_heads_are_not_held_to_the_heads_tree(folder: Path, heads: Path) -> None:
+    """Its nodes' chances would give a chain as few nodes as a tree that was cut. `both` merges trees on the host."""
+    target = target_of(AutoModelForCausalLM.from_pretrained(folder))
+    one, merged = make_drafter("ngram+shipped", target), make_drafter("ngram+shipped", target, both=True)
+    assert isinstance(one, DraftsOnDevice) and not isinstance(one, KnowsChances)
+    assert not isinstance(merged, DraftsOnDevice) and merged.name == one.name
 
 
 def test_a_kind_without_a_path_names_shipped_heads(folder: Path, heads: Path) -> None:
