@@ -46,12 +46,9 @@ class AttentionMetadata:
     def work(self, group: int, max_block: int) -> AttentionWork:
         """How the Triton kernels divide the batch, for `group` query heads a key head. Made once a step."""
         if (group, max_block) not in self._works:
-            rows = [end - start for start, end in pairwise(self.cu_seqlens_q)]
-            starts = [keys - n for keys, n in zip(self.seq_lens, rows, strict=True)]  # key of the first row
-            causal = [max(0, min(n, c - at)) for n, c, at in zip(rows, self.context_lens, starts, strict=True)]
             self._works[group, max_block] = make_work(
                 self.cu_seqlens_q,
-                causal,
+                self.num_causal,
                 self.context_lens,
                 self.block_table,
                 self.positions,
@@ -60,6 +57,13 @@ class AttentionMetadata:
                 max_block,
             )
         return self._works[group, max_block]
+
+    @cached_property
+    def num_causal(self) -> list[int]:
+        """How many of each sequence's rows stand before its nodes."""
+        rows = [end - start for start, end in pairwise(self.cu_seqlens_q)]
+        starts = [keys - n for keys, n in zip(self.seq_lens, rows, strict=True)]  # key of the first row
+        return [max(0, min(n, c - at)) for n, c, at in zip(rows, self.context_lens, starts, strict=True)]
 
     @cached_property
     def slots(self) -> list[slice | torch.Tensor]:

@@ -5,7 +5,7 @@ All of it is tensors on the device, so that a captured graph reads the lengths o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 
@@ -24,7 +24,8 @@ class AttentionWork:
         ancestors: [N] int64 bitmask of each row; 0 for causal rows and padding.
         tree_rows: [T] int32, rows that are tree nodes.
         tree_sequences: [T] int32, the sequence of each of them.
-        tree_tiles: [tiles, 3] int32: sequence, first row, number of rows, of nodes that share a tile of queries.
+        tree_tiles: [tiles, 4] int32: sequence, first row, number of rows, and the first's index in `tree_rows`, of
+            nodes that share a tile of queries.
         tree_block: rows × grouped heads that such a tile holds.
         chunk_tiles: [tiles, 3] int32, the same of causal rows.
         chunk_block: rows × grouped heads that such a tile holds.
@@ -75,26 +76,12 @@ def make_work(
         group: query heads that share a key head.
         max_block: most rows × grouped heads in a tile, a power of 2.
     """
-    starts = [
-        (b, row, row + n, end) for b, ((row, end), n) in enumerate(zip(pairwise(cu_seqlens_q), num_causal, strict=True))
-    ]
-    chunks = [(b, row, node - row) for b, row, node, _ in starts if node > row]
-    trees = [(b, node, end - node) for b, _, node, end in starts if end > node]
-    chunk_block, tree_block = (
-        tile_block(max((n for *_, n in part), default=1), group, max_block) for part in (chunks, trees)
-    )
-    chunk_tiles = _tiles(chunks, chunk_block // group)
-    chunk_tiles.reverse()  # the longest rows first
-    parts = [
-        list(context_lens),
-        [row for _, first, n in trees for row in range(first, first + n)],
-        [b for b, _, n in trees for _ in range(n)],
-        [x for tile in _tiles(trees, tree_block // group) for x in tile],
-        [x for tile in chunk_tiles for x in tile],
-    ]
-    ends = list(accumulate(map(len, parts), initial=0))
-    flat = torch.tensor([x for part in parts for x in part], dtype=torch.int32, device=positions.device)
-    contexts, rows, sequences, tree_tiles, chunk = (flat[a:b] for a, b in pairwise(ends))
+    num_nodes = [end - row - n for (row, end), n in zip(pairwise(cu_seqlens_q), num_causal, strict=True)]
+    chunk_block, tree_block = (tile_block(max(rows, default=1), group, max_block) for rows in (num_causal, num_nodes))
+    parts = divide(cu_seqlens_q, num_causal, chunk_block // group, tree_block // group)
+    ends = list(accumulate(map(len, (context_lens, *parts)), initial=0))
+    flat = torch.tensor([*context_lens, *chain(*parts)], dtype=torch.int32, device=positions.device)
+    contexts, rows, sequences, tree_tiles, chunk_tiles = (flat[a:b] for a, b in pairwise(ends))
     return AttentionWork(
         block_table=block_table.to(torch.int32),
         context_lens=contexts,
@@ -102,12 +89,35 @@ def make_work(
         ancestors=ancestors,
         tree_rows=rows,
         tree_sequences=sequences,
-        tree_tiles=tree_tiles.view(-1, 3),
+        tree_tiles=tree_tiles.view(-1, 4),
         tree_block=tree_block,
-        chunk_tiles=chunk.view(-1, 3),
+        chunk_tiles=chunk_tiles.view(-1, 3),
         chunk_block=chunk_block,
         max_context=max(context_lens),
     )
+
+
+def divide(
+    cu_seqlens_q: Sequence[int], num_causal: Sequence[int], chunk_rows: int, tree_rows: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Cut a batch into tiles of at most so many rows.
+
+    Args:
+        cu_seqlens_q, num_causal: as for `make_work`.
+        chunk_rows, tree_rows: most rows of a tile of causal rows, and of nodes.
+
+    Returns:
+        `AttentionWork`'s tree_rows, tree_sequences, tree_tiles and chunk_tiles, flat.
+    """
+    starts = [
+        (b, row, row + n, end) for b, ((row, end), n) in enumerate(zip(pairwise(cu_seqlens_q), num_causal, strict=True))
+    ]
+    trees = [(b, node, end - node) for b, _, node, end in starts if end > node]
+    rows = [row for _, first, n in trees for row in range(first, first + n)]
+    sequences = [b for b, _, n in trees for _ in range(n)]
+    chunk_tiles = _tiles([(b, row, node - row) for b, row, node, _ in starts], chunk_rows)
+    chunk_tiles.reverse()  # the longest rows first
+    return rows, sequences, list(chain(*_tree_tiles(trees, tree_rows))), list(chain(*chunk_tiles))
 
 
 def uniform_work(
@@ -136,7 +146,7 @@ def uniform_work(
         chains: whether each tree is a chain.
     """
     block = tile_block(num_nodes, group, max_block(head_dim))
-    tiles = _tiles([(b, b * num_nodes, num_nodes) for b in range(num_seqs)], block // group)
+    tiles = _tree_tiles([(b, b * num_nodes, num_nodes) for b in range(num_seqs)], block // group)
     device = positions.device
     rows = torch.arange(num_seqs * num_nodes, dtype=torch.int32, device=device)
     tree_tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
@@ -149,7 +159,7 @@ def uniform_work(
         tree_sequences=rows // num_nodes,
         tree_tiles=tree_tiles,
         tree_block=block,
-        chunk_tiles=tree_tiles[:0],
+        chunk_tiles=tree_tiles[:0, :3],
         chunk_block=block,
         max_context=max_context,
         nodes_per_sequence=num_nodes,
@@ -171,3 +181,10 @@ def tile_block(num_rows: int, group: int, max_block: int) -> int:
 def _tiles(parts: Sequence[tuple[int, int, int]], rows: int) -> list[tuple[int, int, int]]:
     """Cut the rows of each sequence into tiles."""
     return [(b, first + i, min(rows, n - i)) for b, first, n in parts for i in range(0, n, rows)]
+
+
+def _tree_tiles(parts: Sequence[tuple[int, int, int]], rows: int) -> list[tuple[int, int, int, int]]:
+    """The same of nodes, with the index of each tile's first among all nodes."""
+    tiles = _tiles(parts, rows)
+    firsts = accumulate((n for *_, n in tiles), initial=0)
+    return [(*tile, first) for tile, first in zip(tiles, firsts, strict=False)]

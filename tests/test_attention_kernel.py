@@ -129,7 +129,7 @@ def test_scores_are_capped_before_they_are_masked() -> None:
 
 
 def test_rows_of_padding_hold_zero() -> None:
-    meta, keys = build([(20, 0, [-1, 0]), (0, 0, [-1])], device=DEVICE)
+    meta, keys = build([(70, 0, [-1, 0]), (0, 0, [-1])], device=DEVICE)
     k, v = make_pages(int(meta.block_table.max()) + 1, 16, 1, 16, torch.float16, keys)
     meta.ancestors[1:] = 0
     out = tree_attention(torch.randn(3, 2, 16, device=DEVICE).half(), k, v, meta, scale=1.0)

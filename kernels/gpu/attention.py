@@ -108,16 +108,16 @@ def _run_chunks(call: _Call) -> None:
 
 
 def _run_trees(call: _Call) -> None:
-    work, table, num_rows = call.work, call.work.block_table, len(call.q)
+    work, table, num_nodes = call.work, call.work.block_table, len(call.work.tree_rows)
     state, splits = _states(call)
     context_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
         call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
-        num_rows, *call.factors, BLOCK_M=work.tree_block, num_warps=4, num_stages=2, **call.shape,
+        num_nodes, *call.factors, BLOCK_M=work.tree_block, num_warps=4, num_stages=2, **call.shape,
     )  # fmt: skip
-    programs = len(work.tree_rows) * call.num_kv_heads
-    tail_kernel[(len(work.tree_rows), call.num_kv_heads)](
+    programs = num_nodes * call.num_kv_heads
+    tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
-        work.positions, work.ancestors, table.stride(0), num_rows, *call.factors, BLOCK_M=call.group_block,
+        work.positions, work.ancestors, table.stride(0), num_nodes, *call.factors, BLOCK_M=call.group_block,
         num_warps=4 if programs <= 256 else 2, num_stages=1, **call.shape,
     )  # fmt: skip
 
@@ -139,9 +139,9 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
 
 
 def _states(call: _Call) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Room for the state of each split, row and head: maximum, sum of weights, weighted values; and how many splits."""
-    num_rows, num_heads, head_dim = call.q.shape
+    """Room for each split's, node's and head's state: maximum, sum of weights, weighted values; how many splits."""
+    num_heads, head_dim = call.q.shape[1:]
     splits = num_splits(call.work.max_context + max(1, call.work.nodes_per_sequence))
-    size = splits * num_rows * num_heads
+    size = splits * len(call.work.tree_rows) * num_heads
     room = torch.empty(size * (head_dim + 2), dtype=torch.float32, device=call.q.device)
     return (room[:size], room[size : 2 * size], room[2 * size :]), splits

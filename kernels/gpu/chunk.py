@@ -48,7 +48,7 @@ def chunk_kernel(
     lowest = start * 0
     if WINDOW > 0:
         lowest = tl.maximum(start - WINDOW + 1, 0) // TILE
-    end = last // TILE + 1
+    end = tl.where(count > 0, last // TILE + 1, 0)  # a tile without rows is padding
     m, total, acc = empty(BLOCK_M, BLOCK_D)
     for split in range(split_of(lowest, SMALL, NUM, LARGE), split_of(end - 1, SMALL, NUM, LARGE) + 1):
         m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)

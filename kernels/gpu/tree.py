@@ -39,7 +39,7 @@ def context_kernel(
     context_ptr,
     positions_ptr,
     table_stride,
-    num_rows,
+    num_nodes,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
@@ -60,7 +60,7 @@ def context_kernel(
     GROUP: tl.constexpr = H // G
     wait_for_inputs(PDL)
     tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tile_at = tiles_ptr + tile_of * 3
+    tile_at = tiles_ptr + tile_of * 4
     sequence, first, count = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
     context = tl.load(context_ptr + sequence).to(tl.int32)
     shared = context // TILE  # tiles that every node sees
@@ -84,7 +84,8 @@ def context_kernel(
             if WINDOW > 0:
                 see = key[None, :] > position[:, None] - WINDOW
             m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, WINDOW > 0)
-        store_state(m_ptr, total_ptr, acc_ptr, split, num_rows, row, head, ok, m, total, acc, H, D, BLOCK_D)
+        node = tl.load(tile_at + 3) + lane // GROUP
+        store_state(m_ptr, total_ptr, acc_ptr, split, num_nodes, node, head, ok, m, total, acc, H, D, BLOCK_D)
 
 
 @triton.jit
@@ -132,7 +133,7 @@ def tail_kernel(
     positions_ptr,
     ancestors_ptr,
     table_stride,
-    num_rows,
+    num_nodes,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
@@ -152,13 +153,13 @@ def tail_kernel(
     """The rest of the keys of one node, and all its splits."""
     GROUP: tl.constexpr = H // G
     wait_for_inputs(PDL)
-    node, kv_head = tl.program_id(0), tl.program_id(1)
-    row_of, sequence = tl.load(rows_ptr + node), tl.load(sequences_ptr + node)
+    node_of, kv_head = tl.program_id(0), tl.program_id(1)
+    row_of, sequence = tl.load(rows_ptr + node_of), tl.load(sequences_ptr + node_of)
     context = tl.load(context_ptr + sequence).to(tl.int32)
     position = tl.load(positions_ptr + row_of).to(tl.int32)
     ancestors = tl.load(ancestors_ptr + row_of)
     lane = tl.arange(0, BLOCK_M)
-    row, head, ok = row_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
+    row, node, head, ok = row_of + lane * 0, node_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
     q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
     table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
     shared = context // TILE
@@ -166,12 +167,15 @@ def tail_kernel(
     k, v, see = _load_path(k_ptr, v_ptr, table_at, shared, position, context, ancestors, kv_head,
                            q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
     last_split = split_of(shared, SMALL, NUM, LARGE)
-    m_of, total_of, acc_of = load_state(m_ptr, total_ptr, acc_ptr, last_split, num_rows, row, head, ok, H, D, BLOCK_D)
+    live = ok & (ancestors != 0)  # nobody may have put down a state of padding
+    m_of, total_of, acc_of = load_state(
+        m_ptr, total_ptr, acc_ptr, last_split, num_nodes, node, head, live, H, D, BLOCK_D
+    )
     first_split = last_split * 0
     if WINDOW > 0:
         first_split = tl.minimum(split_of(tl.maximum(position - WINDOW + 1, 0) // TILE, SMALL, NUM, LARGE), last_split)
     m, total, acc = merge_splits(
-        m_ptr, total_ptr, acc_ptr, first_split, last_split, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D
+        m_ptr, total_ptr, acc_ptr, first_split, last_split, num_nodes, node, head, live, H, D, BLOCK_M, BLOCK_D
     )
     m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
     for tile in range(shared + 1, position // TILE + 1):

@@ -8,14 +8,21 @@ from specdec.params import SamplingParams
 from specdec.verifier.rules import AcceptanceRule, CoupledRule
 
 
-def why_no_graph(model: PackedModel, drafter: Drafter, rule: AcceptanceRule) -> str | None:
-    """Return why the steps of an engine can't be captured, or None if they can."""
+def why_not_captured(model: PackedModel) -> str | None:
+    """Return why a model's forward can't be captured, or None if it can."""
     if not isinstance(model, Decoder):
         return "the model runs by its own forward"
     if model.quantized_by is not None:
         return f"quantized weights run by {model.quantized_by}'s own products"
     if not model.ops.name.startswith("triton"):
         return f"the model runs by {model.ops.name} ops, not by Triton kernels"
+    return None
+
+
+def why_no_graph(model: PackedModel, drafter: Drafter, rule: AcceptanceRule) -> str | None:
+    """Return why the steps of an engine can't be captured, or None if they can."""
+    if (why := why_not_captured(model)) is not None:
+        return why
     if not isinstance(drafter, DraftsOnDevice):
         return f"drafter {drafter.name!r} drafts on the host"
     return None if isinstance(rule, CoupledRule) else f"rule {rule.name!r} runs on the host"

@@ -3,6 +3,7 @@
 Everything that changes from step to step is read from `DeviceState` when the step runs; the shapes are a `Bucket`'s.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from specdec.cache.pages import KVPages
 from specdec.drafters.protocol import DraftsOnDevice
+from specdec.engine.recorder import Recorder
 from specdec.engine.state import DeviceState
 from specdec.kernels.cuts import cut
 from specdec.kernels.gpu.accept import accept
@@ -120,41 +122,31 @@ class Captured:
 
     Args:
         step: what was captured.
-        graph: None where there is no GPU; the step runs as it is then.
-        num_bytes: of the device's memory, taken when it was captured.
+        run: replays its graph; the step itself where there is no GPU.
     """
 
     step: DeviceStep
-    graph: torch.cuda.CUDAGraph | None = None
-    num_bytes: int = 0
+    run: Callable[[], None]
 
     def replay(self) -> None:
         """Run the step once."""
-        if self.graph is None:
-            self.step()
-        else:
-            self.graph.replay()
+        self.run()
 
 
-def capture(step: DeviceStep, lengths: Tensor, beside: Captured | None = None) -> Captured:
+def capture(step: DeviceStep, lengths: Tensor, graphs: Recorder) -> Captured:
     """Run a step once without any sequence, so that all kernels are compiled, and capture it.
 
     Args:
         step: captured on a GPU; elsewhere it isn't even run.
         lengths: [S] int64, those of its state; left as they are.
-        beside: a captured step that never runs at the same time: their intermediate tensors share memory.
+        graphs: what captures it.
     """
     if lengths.device.type != "cuda":
-        return Captured(step)
+        return Captured(step, graphs.record(step))
     kept = lengths.clone()
     lengths.zero_()
     try:
         step()
-        torch.cuda.empty_cache()  # a capture begins with it: what it frees is not the graph's
-        before = torch.cuda.memory_reserved(lengths.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=beside.graph.pool() if beside and beside.graph else None):
-            step()
+        return Captured(step, graphs.record(step))
     finally:
         lengths.copy_(kept)
-    return Captured(step, graph, torch.cuda.memory_reserved(lengths.device) - before)

@@ -14,18 +14,20 @@ from specdec.cache.prefix import PrefixIndex
 from specdec.drafters.protocol import Drafter, DraftsOnDevice, KnowsChances, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
-from specdec.engine.capturable import why_no_graph
+from specdec.engine.capturable import why_no_graph, why_not_captured
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.cost import CostTable
 from specdec.engine.drafting import draft
 from specdec.engine.emit import deliver, deliver_captured
+from specdec.engine.forwards import ForwardGraphs
 from specdec.engine.graphs import Outcome, StepGraphs
 from specdec.engine.packing import Packed, pack
+from specdec.engine.recorder import Recorder
 from specdec.engine.request import ABORT, Request, Stopping
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
 from specdec.errors import InvalidRequest
-from specdec.models.batch import slot
+from specdec.models.batch import Batch, slot
 from specdec.models.decoder import Decoder
 from specdec.models.protocol import PackedModel
 from specdec.params import MAX_SEED, SamplingParams
@@ -79,17 +81,33 @@ class Engine:
         self._num_real_tokens = num_real_tokens or model.vocab_size
         self._ids = count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._recorder = Recorder(model.device)
         self.why_no_graphs = why_no_graph(model, drafter, rule) if config.cuda_graphs else "cuda_graphs is off"
         """Why decode steps aren't captured; None if they are."""
         self.graphs = None if self.why_no_graphs else self._make_graphs()
+        self.forwards = self._make_forwards() if config.cuda_graphs and model.device.type == "cuda" else None
+        """Captured forwards of the other steps, where the model's can be captured."""
         self._behind_captured = False
 
     def _make_graphs(self) -> StepGraphs:
         assert isinstance(self.model, Decoder) and isinstance(self.drafter, DraftsOnDevice)
         limit = self.limits.max_model_len
         return StepGraphs(
-            self.model, self.pages, self.drafter, self.scheduler, self.node_budget, limit, self._num_real_tokens
+            self.model,
+            self.pages,
+            self.drafter,
+            self.scheduler,
+            self.node_budget,
+            limit,
+            self._num_real_tokens,
+            self._recorder,
         )
+
+    def _make_forwards(self) -> ForwardGraphs | None:
+        if why_not_captured(self.model) is not None:
+            return None
+        assert isinstance(self.model, Decoder)
+        return ForwardGraphs(self.model, self.pages, self.limits.max_model_len, self._recorder)
 
     def add(
         self,
@@ -186,7 +204,7 @@ class Engine:
             return
         self.num_steps += 1
         packed = pack(plan, tree, self.config.block_size, self.model.device)
-        hidden = self.model.forward(packed.batch, self.pages)  # [N, H]
+        hidden = self._forward(packed.batch)  # [N, H]
         logits = self.model.logits(hidden[packed.tree_rows])  # [nodes, V]
         accepted = self.rule(tree, logits, _verify_queries(plan, self.eos_token_ids), self._num_real_tokens)
         self._commit(plan, packed, accepted, hidden)
@@ -194,6 +212,9 @@ class Engine:
             deliver(item.request, result, tree, b, logits, self.drafter.name)
             self.node_budget.observe(item.request, item.max_nodes)
         self._retire([item.request for item in plan.decoding if item.request.finish_reason is not None])
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        return self.model.forward(batch, self.pages) if self.forwards is None else self.forwards(batch)
 
     def reset_prefix_cache(self) -> None:
         """Forget the keys and values of requests that have ended: to be called after the weights were changed."""

@@ -7,7 +7,6 @@ that ends is still in the step that has been launched; its tokens of that step a
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ from specdec.drafters.protocol import DraftsOnDevice, KeepsHidden
 from specdec.engine.budget import NODE_COUNTS, NodeBudget
 from specdec.engine.capturable import why_eager
 from specdec.engine.device import Bucket, Captured, DeviceStep, capture
+from specdec.engine.recorder import GraphStats, Recorder
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.state import DeviceState
 from specdec.models.decoder import Decoder
+from specdec.models.padded import bound_of
 
-CONTEXTS = (1024, 2048, 8192, 32768)
-"""Bounds of a bucket's contexts; beyond the last one it is the longest sequence."""
 MAX_ROWS = 1024
 """Most rows of a captured step: graphs hold their intermediate tensors."""
 ADMIT_EVERY = 8
@@ -50,15 +49,6 @@ class Outcome:
     leaf_reached: bool
     num_nodes: int
     max_nodes: int
-
-
-@dataclass(frozen=True, slots=True)
-class GraphStats:
-    """What the graphs cost: how many there are, seconds of capture, bytes of the device's memory that they hold."""
-
-    num_graphs: int
-    seconds: float
-    num_bytes: int
 
 
 class Mark:
@@ -103,11 +93,10 @@ def bucket_of(num_seqs: int, num_nodes: int, longest: int, max_model_len: int, c
         num_seqs: padded to a power of 2.
         num_nodes: of each tree.
         longest: most tokens of a sequence after the step.
-        max_model_len: bound of contexts beyond `CONTEXTS`.
+        max_model_len: no sequence is longer.
         cuts: whether a request samples from fewer than all tokens.
     """
-    bounds = [bound for bound in CONTEXTS if bound >= longest]
-    return Bucket(_at_least(num_seqs), num_nodes, min([*bounds, max_model_len]), cuts)
+    return Bucket(_at_least(num_seqs), num_nodes, bound_of(longest, max_model_len), cuts)
 
 
 @dataclass(slots=True)
@@ -122,6 +111,7 @@ class StepGraphs:
         budget: how many nodes pay for themselves.
         max_model_len: most tokens of a request.
         num_real_tokens: ids from here on pad the vocabulary and are never emitted.
+        recorder: captures the steps.
     """
 
     model: Decoder
@@ -131,6 +121,7 @@ class StepGraphs:
     budget: NodeBudget
     max_model_len: int
     num_real_tokens: int
+    recorder: Recorder
     _state: DeviceState = field(init=False)
     _loaded: list[Request] = field(default_factory=list)
     _flying: deque[_Launched] = field(default_factory=deque)
@@ -140,7 +131,6 @@ class StepGraphs:
     _table_sizes: list[int] = field(default_factory=list)
     _tables: list[Tensor] = field(init=False)
     _results: list[Tensor] = field(init=False)
-    _seconds: float = 0.0
 
     def __post_init__(self) -> None:
         num_seqs, device = _at_least(self.scheduler.config.max_num_seqs), self.model.device
@@ -155,9 +145,8 @@ class StepGraphs:
 
     @property
     def stats(self) -> GraphStats:
-        """What was captured so far."""
-        num_bytes = sum(captured.num_bytes for captured in self._captured.values())
-        return GraphStats(len(self._captured), self._seconds, num_bytes)
+        """What the recorder captured so far."""
+        return self.recorder.stats
 
     def step(self) -> list[Outcome] | None:
         """Launch the next step and return what the oldest one in flight emitted.
@@ -266,12 +255,9 @@ class StepGraphs:
         return outcomes
 
     def _capture(self, bucket: Bucket) -> Captured:
-        start = perf_counter()
         step = DeviceStep(bucket, self.model, self.pages, self._state, self.drafter, self.num_real_tokens)
-        captured = capture(step, self._state.lengths, next(iter(self._captured.values()), None))
-        self._captured[bucket] = captured
-        self._seconds += perf_counter() - start
-        return captured
+        self._captured[bucket] = capture(step, self._state.lengths, self.recorder)
+        return self._captured[bucket]
 
 
 def _can_load(requests: Sequence[Request]) -> bool:

@@ -18,6 +18,7 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.device import Bucket, Captured, DeviceStep, capture
 from specdec.engine.engine import Engine
 from specdec.engine.graphs import bucket_of
+from specdec.engine.recorder import Recorder
 from specdec.engine.state import DeviceState
 from specdec.errors import ConfigError
 from specdec.models.decoder import Decoder
@@ -163,7 +164,7 @@ class CapturedStep:
     def _capture(self, num_seqs: int, num_nodes: int, context: int) -> Captured:
         bucket, vocab_size = self._bucket(num_seqs, num_nodes, context), self._model.vocab_size
         step = DeviceStep(bucket, self._model, self._pages, self._state, self._chains, vocab_size)
-        return capture(step, self._state.lengths)
+        return capture(step, self._state.lengths, Recorder(self._model.device))
 
     def _bucket(self, num_seqs: int, num_nodes: int, context: int) -> Bucket:
         return bucket_of(num_seqs, num_nodes, context + 1 + num_nodes, self._max_model_len)

@@ -85,7 +85,8 @@ class Decoder:
         """Cos and sin [N, R] of each kind of rotation."""
         if self._angles is None:
             return [rotary.cos_sin(positions, self.dtype) for rotary in self.weights.rotary]
-        within = positions.clamp(max=len(self._angles[0][0]) - 1)  # a node behind the last position is never emitted
+        # A node behind the last position is never emitted, and what is before the first is padding.
+        within = positions.clamp(0, len(self._angles[0][0]) - 1)
         return [(cos[within], sin[within]) for cos, sin in self._angles]
 
     def _attention(
