@@ -16,10 +16,9 @@ FOLDER = Path(str(files("specdec"))) / "heads"
 
 NAMES = ("shipped", "ngram+shipped")
 """The drafters that use shipped heads."""
-AUTO = {"cpu": "ngram+shipped", "cuda": "ngram"}
-"""Which drafter "auto" takes on each type of device, where there are heads for the model. On a GPU n-grams, until both
-together have been measured there: heads gain 1.4 to 1.5 (`benchmarks/results/heads_smollm2_h200.json`), n-grams far
-more where the answer repeats the prompt (`speculation_smollm2_h100.json`)."""
+AUTO = "ngram+shipped"
+"""The drafter that "auto" takes where there are heads for the model: n-grams where a match is long, else heads. On CPUs
+and GPUs it was faster than either alone (`benchmarks/results/demo_cpu.json`, `acceptance_h200.json`)."""
 NODES = {"cpu": 2}
 """Most nodes of a tree where nobody says how many; other devices take all that were stored. On a CPU large trees cost
 more than they bring (`benchmarks/results/heads_smollm2_cpu.json`)."""
@@ -84,4 +83,4 @@ def auto(target: DraftTarget | None = None) -> Drafter:
     """Return the default drafter: what `AUTO` says where heads are shipped for the target, else n-grams."""
     if target is None or shipped_folder(target.fingerprint) is None:
         return NGramDrafter()
-    return make_drafter(AUTO.get(target.device.type, "ngram"), target)
+    return make_drafter(AUTO, target)

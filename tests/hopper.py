@@ -11,7 +11,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from specdec.kernels.formats import FORMATS, Pages, QuantizedPages
-from specdec.kernels.gpu import attention
+from specdec.kernels.gpu import attention, linear
 from specdec.kernels.work import uniform_work
 
 COMPILED: list[tuple[str, dict[str, str]]] = []
@@ -45,6 +45,16 @@ def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -
 
 driver.set_active(_Driver())
 JITFunction.run = _compile
+
+
+def multiply(out: int, k: int, *, gated: bool = False) -> None:
+    """Compile the product of a lone row with a bf16 matrix [out, k], or with two, as a captured step has it."""
+    linear.overlap = lambda device: {"PDL": True, "launch_pdl": True}
+    x, w = torch.zeros(1, k, dtype=torch.bfloat16), torch.zeros(out * (1 + gated), k, dtype=torch.bfloat16)
+    if gated:
+        linear.gated_linear(x, w, None, "silu")
+    else:
+        linear.linear(x, w)
 
 
 def attend(pages_format: str | None, num_nodes: int, *, chains: bool, dtype: torch.dtype = torch.bfloat16) -> None:

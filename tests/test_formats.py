@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -235,19 +236,39 @@ def test_quantized_pages_of_more_than_2_to_the_31_elements(name: str) -> None:
     assert torch.equal(far, near)
 
 
+def on_hopper(code: str) -> list[Any]:
+    """The values that lines of a program print, which compiles kernels by `tests.hopper`, in a process of its own."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    return [ast.literal_eval(line) for line in done.stdout.splitlines()]
+
+
 def test_products_take_quantized_values_in_the_order_of_native_ones() -> None:
     """Where the compiler saw bytes, small tiles summed in another order than large ones: rows had other bits there."""
-    code = """
+    orders = on_hopper("""
 import re
 from tests.hopper import COMPILED, attend
 for name in (None, "int8", "int4"):
     attend(name, 1, chains=True)
 print(*(re.findall(r"kWidth = (\\d+)", made["ttgir"]) for _, made in COMPILED), sep=chr(10))
-"""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    orders = [set(ast.literal_eval(line)) for line in done.stdout.splitlines()]
-    assert orders == [{"2"}] * 3
+""")
+    assert [set(order) for order in orders] == [{"2"}] * 3
+
+
+def test_kernels_let_the_next_one_begin_once_they_have_their_inputs() -> None:
+    """All but products of large matrices, which need all of the bandwidth; small ones are fetched before they wait."""
+    small, gated, large = on_hopper("""
+import re
+from tests.hopper import COMPILED, multiply
+multiply(960, 576)
+multiply(1536, 576, gated=True)
+multiply(4096, 4096)
+for _, made in COMPILED:
+    print(re.findall(r"prefetch(?=[.]global)|(?<=griddepcontrol[.])[a-z_]+", made["ptx"]))
+""")
+    assert small == ["prefetch"] * small.count("prefetch") + ["wait", "launch_dependents"] and small.count("prefetch")
+    assert gated == ["prefetch"] * gated.count("prefetch") + ["wait", "launch_dependents"]
+    assert gated.count("prefetch") == 2 * small.count("prefetch") and large == ["wait"]
 
 
 def test_options_that_do_not_fit_say_what_would() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from specdec.kernels.activation import act_mul
 from specdec.kernels.gpu import fast
-from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
+from specdec.kernels.gpu.linear import HALF_BUSY, Tile, gated_linear, linear, tile_of
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
@@ -69,11 +69,20 @@ def test_every_row_count_has_a_tile() -> None:
         assert tile.rows >= min(n, 64) and tile.k % 16 == 0
 
 
+@pytest.mark.parametrize("num_weights", [1, 2])
+def test_many_rows_take_large_tiles_where_these_keep_a_gpu_busy(num_weights: int) -> None:
+    tiles = [tile_of(n, 4096, 4096, num_weights) for n in (65, 128, 512, 2048, 8192)]
+    areas = [tile.rows * tile.out for tile in tiles]
+    assert areas == sorted(areas) and areas[0] < areas[-1]
+    for n, tile in zip((65, 128, 512, 2048, 8192), tiles, strict=True):
+        assert tile == tiles[0] or -(-n // tile.rows) * -(-4096 // tile.out) >= HALF_BUSY
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("num_weights", [1, 2])
 def test_every_tile_fits_the_shared_memory(num_weights: int, itemsize: int) -> None:
     for out, k in [(960, 576), (49152, 576), (4096, 1536), (4096, 4096), (14336, 4096), (128256, 4096)]:
-        for n in (1, 16, 64, 4096):
+        for n in (1, 16, 64, 128, 512, 4096):
             t = tile_of(n, out, k, num_weights, itemsize)
             assert (t.rows + t.out * num_weights) * t.k * t.stages * itemsize <= 227 << 10, (
                 f"{n} rows, [{out}, {k}]: {t}"

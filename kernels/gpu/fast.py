@@ -13,6 +13,7 @@ from specdec.kernels.activation import ACTIVATIONS
 from specdec.kernels.gpu import linear as exact
 from specdec.kernels.gpu.activation import act_mul, activate
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.linear import SMALL_BITS
 
 FEW_ROWS = 64
 """Up to here the deterministic product is as fast as the library's."""
@@ -28,7 +29,7 @@ def _gemv_kernel(
     col = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     at = tl.arange(0, BLOCK_K)
     w_at = w_ptr + (col % OUT).to(tl.int64)[:, None] * K + at[None, :]
-    wait_for_inputs(PDL)
+    wait_for_inputs(PDL, (2 if GATED else 1) * OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS)
     total = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
     for k in range(0, K, BLOCK_K):

@@ -1,8 +1,9 @@
-"""How the kernels of a step follow each other: each is launched while the one before it ends.
+"""How the kernels of a step follow each other: each is launched while the one before it runs.
 
 With programmatic dependent launch a kernel is made ready before the kernels before it have ended; `wait_for_inputs`
 holds until they have, and their results are seen. A kernel that is launched so must wait before it reads or writes
-anything but weights.
+anything but weights. Once it has waited it lets the next one be made ready, in what room it leaves; done before the
+wait that was slower, since kernels further behind took room as well.
 """
 
 from functools import cache
@@ -13,10 +14,21 @@ import triton.language as tl
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Wait until the kernels before have ended."""
+def wait_for_inputs(PDL: tl.constexpr, EARLY: tl.constexpr = True):
+    """Wait until the kernels before have ended; `EARLY` lets the next one be made ready from now on."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(at, PDL: tl.constexpr):
+    """Ask for the lines at these addresses, of weights, while the kernels before still run; nothing waits for them."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @cache

@@ -13,7 +13,12 @@ import triton.language as tl
 
 from specdec.kernels.activation import ACTIVATIONS
 from specdec.kernels.gpu.activation import activate
-from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.launch import overlap, prefetch, wait_for_inputs
+
+SMALL_BITS = tl.constexpr(8 * (16 << 20))
+"""Bits of a matrix that takes little longer than its launch does, up to 16 MiB: its first lines are asked for while the
+kernel before runs, and the kernel behind is made ready early. A larger one is slower with either: it needs all of the
+bandwidth. Measured with matrices of 0.7 to 3.5 MB and of 33 MB and more; nothing is known of those between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,15 @@ class Tile:
     stages: int
 
 
+_MANY_ROWS = {
+    1: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 128, 4, 5)),
+    2: (Tile(128, 128, 64, 8, 4), Tile(64, 32, 128, 4, 3)),
+}
+"""Tiles of more than 64 rows by the number of weights, the one with the fewest bytes an operation first."""
+HALF_BUSY = 66
+"""Tiles from which on half of a GPU's multiprocessors have one; where they are fewer, smaller tiles are faster."""
+
+
 def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int = 2) -> Tile:
     """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k] of `itemsize` bytes an element.
 
@@ -38,7 +52,9 @@ def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int
 
 def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Tile:
     if num_rows > 64:
-        return Tile(128, 256, 64, 8, 3) if num_weights == 1 else Tile(128, 128, 64, 8, 4)
+        tiles = _MANY_ROWS[num_weights]
+        wide = [t for t in tiles if -(-num_rows // t.rows) * -(-out // t.out) >= HALF_BUSY]
+        return (wide or tiles[-1:])[0]
     rows = 16 if num_rows <= 16 else 64  # a tile of 32 rows was slower than one of 64 that is half empty
     if out * num_weights >= 32768 and k < 1024:  # a small model's head
         return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
@@ -51,6 +67,15 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
     if rows == 16:
         return Tile(16, 32, 256, 2, 5)
     return Tile(64, 64, 128, 4, 5) if out > 4096 else Tile(64, 32, 128, 4, 8)
+
+
+@triton.jit
+def _first_lines(w_ptr, row, K: tl.constexpr):
+    """Addresses of the first 2 KiB of rows [N] of a matrix, line by line: [lines, N]."""
+    PER_LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = min(16, triton.next_power_of_2(K // PER_LINE))
+    at = tl.minimum(tl.arange(0, LINES) * PER_LINE, K - 1)
+    return w_ptr + row.to(tl.int64)[None, :] * K + at[:, None]
 
 
 @triton.jit
@@ -81,7 +106,10 @@ def _linear_kernel(
     at = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
     w_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
-    wait_for_inputs(PDL)
+    EARLY: tl.constexpr = OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS
+    if EARLY:
+        prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
+    wait_for_inputs(PDL, EARLY)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -110,7 +138,11 @@ def _gated_linear_kernel(
     x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
     gate_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
     up_at = gate_at + OUT * K
-    wait_for_inputs(PDL)
+    EARLY: tl.constexpr = 2 * OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS
+    if EARLY:
+        prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
+        prefetch(_first_lines(w_ptr, OUT + col % OUT, K), PDL)
+    wait_for_inputs(PDL, EARLY)
     gate = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
 
 from specdec.kernels.attention import AttentionMetadata
@@ -63,34 +65,35 @@ def pack_rows(sequences: Sequence[Rows], block_size: int, device: torch.device) 
         block_size: slots a block.
         device: where the tensors go.
     """
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    visible: list[int] = []
-    ancestors: list[int] = []
-    cu_seqlens_q = [0]
-    for s in sequences:
-        causal_end = s.start + s.num_causal
-        tokens += s.tokens
-        positions += [*range(s.start, causal_end), *(s.context + d for d in s.depth)]
-        slots += [slot(s.block_table, key, block_size) for key in range(s.start, s.end)]
-        visible += [*range(s.start + 1, causal_end + 1), *[s.context] * len(s.depth)]
-        ancestors += [*[0] * s.num_causal, *s.ancestors]
-        cu_seqlens_q.append(len(tokens))
+    lens = [len(s.tokens) for s in sequences]
+    ends = [*accumulate(lens)]
     width = max(len(s.block_table) for s in sequences)
-    table = [[*s.block_table, *[0] * (width - len(s.block_table))] for s in sequences]
-    columns = torch.tensor([tokens, positions, slots, visible, ancestors], device=device)
+    table = np.array([[*s.block_table, *[0] * (width - len(s.block_table))] for s in sequences], dtype=np.int64)
+    sequence = np.repeat(np.arange(len(sequences)), lens)  # [N], of each row
+    bounds = np.array([(end - n, s.start, s.context) for s, n, end in zip(sequences, lens, ends, strict=True)])
+    first, start, context = bounds[sequence].T
+    keys = np.arange(ends[-1]) - first + start
+    in_tree = keys >= context
+    columns = np.zeros((5, ends[-1]), dtype=np.int64)
+    tokens, positions, slots, visible, ancestors = columns
+    tokens[:] = [*chain(*(s.tokens for s in sequences))]
+    positions[:] = keys
+    positions[in_tree] = context[in_tree] + [*chain(*(s.depth for s in sequences))]
+    slots[:] = table[sequence, keys // block_size] * block_size + keys % block_size
+    visible[:] = np.minimum(keys + 1, context)
+    ancestors[in_tree] = [*chain(*(s.ancestors for s in sequences))]
+    on_device = torch.from_numpy(columns).to(device)
     attention = AttentionMetadata(
-        cu_seqlens_q=tuple(cu_seqlens_q),
+        cu_seqlens_q=(0, *ends),
         context_lens=tuple(s.context for s in sequences),
         seq_lens=tuple(s.end for s in sequences),
-        block_table=torch.tensor(table, device=device),
-        positions=columns[1],
-        visible=columns[3],
-        ancestors=columns[4],
+        block_table=torch.from_numpy(table).to(device),
+        positions=on_device[1],
+        visible=on_device[3],
+        ancestors=on_device[4],
         block_size=block_size,
     )
-    return Batch(input_ids=columns[0], slot_mapping=columns[2], attention=attention)
+    return Batch(input_ids=on_device[0], slot_mapping=on_device[2], attention=attention)
 
 
 def slot(block_table: Sequence[int], key: int, block_size: int) -> int:
