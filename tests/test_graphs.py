@@ -18,7 +18,7 @@ from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import DeviceQuery, Drafter, DraftQuery, Observation
 from specdec.engine.device import Captured
 from specdec.engine.engine import Engine
-from specdec.engine.graphs import ADMIT_EVERY, Mark, Outcome
+from specdec.engine.graphs import Mark, Outcome
 from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
 from specdec.engine.request import Request
 from specdec.engine.times import BELIEVED
@@ -167,23 +167,45 @@ def test_right_heads_are_believed(tree: list[tuple[int, ...]], kind: str) -> Non
     assert requests[0].stats.acceptance_by_depth == [1, 1, 1], "a path that ended at a leaf counts as refused"
 
 
-def test_a_request_waits_a_few_captured_steps_at_most() -> None:
+@pytest.mark.parametrize(("num_running", "num_waiting", "patience"), [(1, 1, 2), (2, 1, 2), (2, 2, 2), (1, 1, 100)])
+def test_requests_wait_longer_the_more_run_and_the_fewer_wait(
+    num_running: int, num_waiting: int, patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every admission takes an eager step; a crowd would otherwise run eagerly nearly all the time."""
+    monkeypatch.setattr("specdec.engine.graphs.PATIENCE", patience)
+    monkeypatch.setattr("specdec.engine.graphs.LONGEST_WAIT", 5)
     engine = graph_engine()
-    first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=ADMIT_EVERY + 8))
+    params = SamplingParams(max_new_tokens=11)
+    first = [engine.add(prompt, params) for prompt in PROMPTS[:num_running]]
     for _ in range(3):
         engine.step()
-    second, waited = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=3)), 0
-    while not second.num_computed:
+    others = [engine.add(PROMPTS[1], SamplingParams(max_new_tokens=2)) for _ in range(num_waiting)]
+    waited = 0
+    while not others[0].num_computed:
         engine.step()
         waited += 1
-    assert 1 < waited <= ADMIT_EVERY + 2, waited
+    steps = min(
+        9, -(-patience * num_running // num_waiting)
+    )  # that are launched; then one is read, and an eager one runs
+    assert waited == steps + 2, waited
     drain(engine)
-    assert outputs([first]) == outputs(run(make_engine(tiny_llama(**SIZE)), PROMPTS[:1], [first.params]))
+    assert outputs(first) == outputs(
+        run(make_engine(tiny_llama(**SIZE)), PROMPTS[:num_running], [params] * num_running)
+    )
+
+
+def test_nobody_is_let_in_where_there_is_no_place() -> None:
+    engine = graph_engine(max_num_seqs=1)
+    first, second = (engine.add(PROMPTS[0], SamplingParams(max_new_tokens=12)) for _ in "ab")
+    while first.finish_reason is None:
+        engine.step()
+        assert not second.num_computed, "there is no place for it"
+    drain(engine)
+    assert outputs([first]) == outputs([second])
 
 
 def test_heads_go_on_where_captured_and_eager_steps_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.engine.graphs.ADMIT_EVERY", 1)
+    monkeypatch.setattr("specdec.engine.graphs.PATIENCE", 0)
     model = walking_model(torch.float32)
     params = [SamplingParams(max_new_tokens=n) for n in (14, 5)]
     want = outputs(run(make_engine(model), PROMPTS[:2], params))
@@ -252,7 +274,7 @@ def test_a_stop_costs_one_step_and_blocks_return() -> None:
 
 
 def test_requests_join_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.engine.graphs.ADMIT_EVERY", 1)
+    monkeypatch.setattr("specdec.engine.graphs.PATIENCE", 0)
     want = plain(GREEDY)
     engine = graph_engine(max_num_seqs=2)
     first = engine.add(PROMPTS[0], GREEDY[0])

@@ -73,7 +73,7 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
 def _first_lines(w_ptr, row, K: tl.constexpr):
     """Addresses of the first 2 KiB of rows [N] of a matrix, line by line: [lines, N]."""
     PER_LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = min(16, triton.next_power_of_2(K // PER_LINE))
+    LINES: tl.constexpr = min(16, triton.next_power_of_2((K + PER_LINE - 1) // PER_LINE))
     at = tl.minimum(tl.arange(0, LINES) * PER_LINE, K - 1)
     return w_ptr + row.to(tl.int64)[None, :] * K + at[:, None]
 

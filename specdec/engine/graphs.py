@@ -25,8 +25,11 @@ from specdec.models.padded import bound_of
 
 MAX_ROWS = 1024
 """Most rows of a captured step: graphs hold their intermediate tensors."""
-ADMIT_EVERY = 8
-"""Steps between two admissions: the eager step that lets requests in takes as long as many captured ones."""
+PATIENCE = 2
+"""Steps that requests have waited beside empty places, all together, for each request that runs, when they are let in.
+That takes a step planned by the host, for which all that run wait as long as for several captured ones."""
+LONGEST_WAIT = 32
+"""Captured steps after which a request is let in however many run."""
 AHEAD = 64
 """Slots reserved beyond what the next steps may need, where blocks are free."""
 _RING = 4  # buffers that the device copies to and from; at most two steps are in flight
@@ -127,7 +130,8 @@ class StepGraphs:
     _flying: deque[_Launched] = field(default_factory=deque)
     _captured: dict[Bucket, Captured] = field(default_factory=dict)
     _launches: int = 0
-    _first_launch: int = 0
+    _waited: int = 0  # steps that requests waited for places which stood empty
+    _waiting_since: int | None = None  # the launch when the first of them began to
     _table_sizes: list[int] = field(default_factory=list)
     _tables: list[Tensor] = field(init=False)
     _results: list[Tensor] = field(init=False)
@@ -191,7 +195,19 @@ class StepGraphs:
         return bucket_of(places, nodes, longest, self.max_model_len, cuts)
 
     def _may_admit(self) -> bool:
-        return not self._loaded or self._launches - self._first_launch >= ADMIT_EVERY
+        if not self._loaded:
+            return True
+        if self._waiting_since is None:
+            return False
+        running = len(self.scheduler.running)
+        return self._waited >= PATIENCE * running or self._launches - self._waiting_since >= LONGEST_WAIT
+
+    def _count_waiting(self) -> None:
+        """Count those who wait during the step that is launched."""
+        free = self.scheduler.config.max_num_seqs - len(self.scheduler.running)
+        if waiting := min(free, len(self.scheduler.waiting)):
+            self._waiting_since = self._launches if self._waiting_since is None else self._waiting_since
+            self._waited += waiting
 
     def _still_fits(self, running: Sequence[Request]) -> bool:
         """Whether all that run are on the device, and in more than a quarter of its places."""
@@ -207,7 +223,7 @@ class StepGraphs:
         return max(n for n in (*NODE_COUNTS, most) if n <= max(1, wanted))  # few sizes, the whole tree among them
 
     def _load(self) -> None:
-        self._loaded, self._first_launch = list(self.scheduler.running), self._launches
+        self._loaded, self._waited, self._waiting_since = list(self.scheduler.running), 0, None
         self._table_sizes = [-1] * len(self._loaded)
         self._state.load(self._loaded)
         if isinstance(self.drafter, KeepsHidden):
@@ -222,6 +238,7 @@ class StepGraphs:
         behind = self._flying[-1].done if self._flying and bucket in self._captured else None  # a capture takes long
         captured = self._captured.get(bucket) or self._capture(bucket)
         captured.replay()
+        self._count_waiting()
         shape = captured.step.out.shape
         result = self._results[self._launches % _RING][: shape.numel()].view(shape)
         result.copy_(captured.step.out, non_blocking=True)
