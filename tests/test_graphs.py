@@ -207,7 +207,7 @@ def test_nobody_is_let_in_where_there_is_no_place() -> None:
 def test_heads_go_on_where_captured_and_eager_steps_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.engine.graphs.PATIENCE", 0)
     model = walking_model(torch.float32)
-    params = [SamplingParams(max_new_tokens=n) for n in (14, 5)]
+    params = [SamplingParams(max_new_tokens=n) for n in (22, 5)]
     want = outputs(run(make_engine(model), PROMPTS[:2], params))
     engine = graph_engine(walking_medusa(model.to(DEVICE), lambda token: True, BUSH), model)
     requests = [engine.add(PROMPTS[0], params[0])]
