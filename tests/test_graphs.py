@@ -184,10 +184,8 @@ def test_requests_wait_longer_the_more_run_and_the_fewer_wait(
     while not others[0].num_computed:
         engine.step()
         waited += 1
-    steps = min(
-        9, -(-patience * num_running // num_waiting)
-    )  # that are launched; then one is read, and an eager one runs
-    assert waited == steps + 2, waited
+    launched = min(5, -(-patience * num_running // num_waiting))
+    assert waited == launched + 2, "then the last one is read, and an eager step lets them in"
     drain(engine)
     assert outputs(first) == outputs(
         run(make_engine(tiny_llama(**SIZE)), PROMPTS[:num_running], [params] * num_running)
