@@ -1,4 +1,4 @@
-"""Tiny training runs: examples, a base and heads for them. As a script: a run beside one that is killed again and again."""
+"""Tiny training runs: examples, a base and heads. As a script: a run beside one that is killed again and again."""
 
 import os
 import random
