@@ -3,12 +3,30 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from specdec.kernels.formats import Pages, load
 from specdec.kernels.work import AttentionWork, make_work
+
+PART_ROWS = 128
+"""Rows that attend together: keys behind the last of them aren't read, which saves half of a long prompt's work."""
+
+
+class Part(NamedTuple):
+    """Some rows of a sequence and the keys that they see.
+
+    Args:
+        rows: which rows of the batch.
+        keys: all keys that any of them sees, counted from the sequence's first.
+        mask: [rows · group, keys] bool, True where a row sees a key; None where every row sees all of them.
+    """
+
+    rows: slice
+    keys: slice
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,7 @@ class AttentionMetadata:
     visible: torch.Tensor
     ancestors: torch.Tensor
     block_size: int
-    _masks: dict[tuple[int, int | None, int], torch.Tensor | None] = field(
+    _parts: dict[tuple[int, int | None, int], list[Part]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # not of `__init__`: what `replace` makes of this has its own
     _works: dict[tuple[int, int], AttentionWork] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -79,28 +97,43 @@ class AttentionMetadata:
                 out.append((blocks[:, None] * self.block_size + offsets).flatten()[:keys])
         return out
 
-    def mask(self, b: int, window: int | None, group: int) -> torch.Tensor | None:
-        """[rows · group, keys] bool of sequence b, True where the row sees the key; None if every row sees all.
+    def parts(self, b: int, window: int | None, group: int) -> list[Part]:
+        """Divide the rows of sequence b. Made once a step.
 
-        Each row is repeated for the `group` query heads that share a key head. Made once a step.
+        In the masks each row is repeated for the `group` query heads that share a key head.
         """
         key = (b, window, group)
-        if key not in self._masks:
-            mask = self._make_mask(b, window).repeat_interleave(group, 0)
-            self._masks[key] = None if bool(mask.all()) else mask
-        return self._masks[key]
+        if key not in self._parts:
+            begin, end = self.cu_seqlens_q[b : b + 2]
+            self._parts[key] = [
+                self._part(b, slice(first, min(first + PART_ROWS, end)), window, group)
+                for first in range(begin, end, PART_ROWS)
+            ]
+        return self._parts[key]
 
-    def _make_mask(self, b: int, window: int | None) -> torch.Tensor:
-        rows = slice(self.cu_seqlens_q[b], self.cu_seqlens_q[b + 1])
-        keys, context = self.seq_lens[b], self.context_lens[b]
-        key = torch.arange(keys, device=self.positions.device)
-        bit = (key - context).clamp(0, 63)
-        in_tree = (self.ancestors[rows, None] >> bit) & 1 == 1  # [rows, keys]
-        mask = (key < self.visible[rows, None]) | (in_tree & (key >= context))
+    def _part(self, b: int, rows: slice, window: int | None, group: int) -> Part:
+        keys = self._keys(b, rows, window)
+        mask = self._mask(b, rows, keys, window).repeat_interleave(group, 0)
+        return Part(rows, keys, None if bool(mask.all()) else mask)
+
+    def _keys(self, b: int, rows: slice, window: int | None) -> slice:
+        context, num_keys = self.context_lens[b], self.seq_lens[b]
+        behind = num_keys - self.cu_seqlens_q[b + 1]  # from a causal row to its key
+        first = 0 if window is None else max(0, min(rows.start + behind, context) + 1 - window)
+        return slice(first, rows.stop + behind if rows.stop + behind <= context else num_keys)
+
+    def _mask(self, b: int, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
+        context, num_keys = self.context_lens[b], self.seq_lens[b]
+        key = torch.arange(keys.start, keys.stop, device=self.positions.device)
+        mask = key < self.visible[rows, None]  # [rows, keys]
+        if keys.stop > context:
+            in_tree = (self.ancestors[rows, None] >> (key - context).clamp(0, 63)) & 1 == 1
+            mask |= in_tree & (key >= context)
         if window is not None:
-            position = key.clone()
-            position[keys - (rows.stop - rows.start) :] = self.positions[rows]
-            mask &= self.positions[rows, None] - position < window
+            own = self.positions[self.cu_seqlens_q[b] : self.cu_seqlens_q[b + 1]]
+            position = torch.arange(num_keys, device=key.device)
+            position[num_keys - len(own) :] = own
+            mask &= self.positions[rows, None] - position[keys] < window
         return mask
 
 
@@ -132,15 +165,15 @@ def tree_attention(
     """
     num_kv_heads, head_dim = k_pages.shape[2:]
     group = q.shape[1] // num_kv_heads
-    out = torch.empty_like(q)
+    folded = q.view(-1, num_kv_heads, group, head_dim)
+    out = torch.empty(folded.shape, dtype=q.dtype, device=q.device)
     for b, slots in enumerate(meta.slots):
-        rows = slice(meta.cu_seqlens_q[b], meta.cu_seqlens_q[b + 1])
-        n = rows.stop - rows.start
         k, v = (load(pages, slots, q.dtype).transpose(0, 1) for pages in (k_pages, v_pages))  # [G, keys, D]
-        folded = q[rows].view(n, num_kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
-        o = _attend(folded, k, v, meta.mask(b, window, group), scale, softcap)  # [G, n · group, D]
-        out[rows] = o.view(num_kv_heads, n, group, head_dim).permute(1, 0, 2, 3).reshape(n, -1, head_dim)
-    return out
+        for rows, keys, mask in meta.parts(b, window, group):
+            part = folded[rows].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [G, rows · group, D]
+            o = _attend(part, k[:, keys], v[:, keys], mask, scale, softcap)
+            out[rows] = o.view(num_kv_heads, -1, group, head_dim).transpose(0, 1)
+    return out.view(q.shape)
 
 
 def _attend(

@@ -5,13 +5,16 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from specdec.kernels.activation import act_mul
 
+MANY_ROWS = 192
+"""With so many rows packing the weight costs less than turning the result around."""
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x @ weight.T + bias.
 
-    On a CPU in fp32 or fp64 the product is taken as (weight @ x.T).T: BLAS then streams the large operand once and
-    packs the small one, where the other order repacks the weight at every call. One row is padded to two, since
-    GEMM reads the weight faster than GEMV does (benchmarks/linear_cpu.py measures both).
+    On a CPU in fp32 or fp64 the product of fewer than MANY_ROWS is taken as (weight @ x.T).T: BLAS then streams the
+    large operand once and packs the small one, where the other order repacks the weight at every call. One row is
+    padded to two, since GEMM reads the weight faster than GEMV does (benchmarks/linear_cpu.py measures both).
 
     Args:
         x: [N, in].
@@ -21,9 +24,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Returns:
         [N, out], contiguous.
     """
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-        return F.linear(x, weight, bias)
     n = x.shape[0]
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or n >= MANY_ROWS:
+        return F.linear(x, weight, bias)
     rows = x if n != 1 else x.expand(2, -1).contiguous()
     y = (weight @ rows.t()).t()[:n].contiguous()  # [N, out]
     return y if bias is None else y.add_(bias)

@@ -6,11 +6,11 @@ Without a GPU the kernels run in Triton's interpreter, which is right in fp32 an
 import torch
 from torch import Tensor
 
-from tests.interpreter import remember_builtins
+from tests.interpreter import make_faster
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    remember_builtins()
+    make_faster()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 ABSOLUTE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specdec.kernels import attention
 from specdec.kernels.attention import AttentionMetadata, tree_attention
 from specdec.kernels.rope import rope_write
 from specdec.verifier.tree import TokenTree
@@ -103,6 +104,17 @@ BATCHES = {
 @pytest.mark.parametrize("window, softcap", [(None, None), (5, None), (None, 2.0), (3, 5.0)])
 @pytest.mark.parametrize("name", BATCHES)
 def test_matches_the_definition(name, heads, kv_heads, dim, window, softcap) -> None:  # type: ignore[no-untyped-def]
+    check(name, heads, kv_heads, dim, window, softcap)
+
+
+@pytest.mark.parametrize("window, softcap", [(None, None), (5, None), (None, 2.0), (3, 5.0)])
+@pytest.mark.parametrize("name", BATCHES)
+def test_rows_may_attend_in_parts(name, window, softcap, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(attention, "PART_ROWS", 4)
+    check(name, 4, 2, 8, window, softcap)
+
+
+def check(name, heads, kv_heads, dim, window, softcap) -> None:  # type: ignore[no-untyped-def]
     meta, keys = build(BATCHES[name])
     torch.manual_seed(1)
     num_blocks = int(meta.block_table.max()) + 1
@@ -117,6 +129,18 @@ def test_matches_the_definition(name, heads, kv_heads, dim, window, softcap) -> 
         k, v = (pages.view(-1, kv_heads, dim)[keys[b]] for pages in (k_pages, v_pages))
         want = dense(q[rows], k, v, cached, causal, parents, 0.3, window, softcap)
         torch.testing.assert_close(out[rows], want, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_part_of_a_chunk_reads_no_key_that_none_of_its_rows_sees(window: int | None) -> None:
+    meta, _ = build([(3, 0, [-1]), (60, 300, [])])
+    parts = meta.parts(1, window, 2)
+    assert [(rows.start, rows.stop) for rows, _, _ in parts] == [(1, 129), (129, 257), (257, 301)]
+    for rows, keys, mask in parts:
+        assert mask is not None and mask.shape == (2 * (rows.stop - rows.start), keys.stop - keys.start)
+        assert bool(mask[:, 0].any()) and bool(mask[:, -1].any())
+        first = 60 + rows.start - 1  # the first row's own key
+        assert keys == slice(0 if window is None else first - 19, 60 + rows.stop - 1)
 
 
 def test_consecutive_blocks_are_read_without_a_copy() -> None:
@@ -137,10 +161,10 @@ def test_consecutive_blocks_are_read_without_a_copy() -> None:
 def test_metadata_of_another_block_table_forgets_how_the_first_was_divided() -> None:
     meta, _ = build([(5, 0, [-1, 0])])
     assert torch.equal(meta.work(1, 64).block_table, meta.block_table)
-    meta.mask(0, None, 1)
+    meta.parts(0, None, 1)
     other = replace(meta, block_table=meta.block_table + 3, ancestors=torch.tensor([1, 2]))
     assert torch.equal(other.work(1, 64).block_table, meta.block_table + 3)
-    mask = other.mask(0, None, 1)
+    [(_, _, mask)] = other.parts(0, None, 1)
     assert mask is not None and not bool(mask[1, 5])
 
 

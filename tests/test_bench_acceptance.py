@@ -75,7 +75,7 @@ def counts(result: Result) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
 def test_counts_are_those_of_the_raw_outputs(settings: Settings, folder: Path, temperature: float) -> None:
-    result = run(replace(settings, temperature=temperature, max_new_tokens=32, batch_sizes=(1, 2)))
+    result = run(replace(settings, temperature=temperature, max_new_tokens=20, batch_sizes=(1, 2)))
     asked = acceptance._ask(acceptance.load_prompts(settings.prompts), _loaded(folder), result.settings)
     llm = LLM(folder, "ngram", device="cpu", cost_table=None)
     completions = [llm.generate(one.ids, one.params)[0] for one in asked]

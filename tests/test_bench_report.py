@@ -18,9 +18,8 @@ from benchmarks.figures import main as draw_figures
 from specdec.bench.mechanisms import Row
 from specdec.bench.page import page, trees, write_page
 from specdec.bench.plots import load_plot, save_png, tree_places
-from specdec.bench.results import Cell, Divergence, Failure, Result, Settings, read_result, write_json
+from specdec.bench.results import Cell, Divergence, Failure, Result, Settings, Split, read_result, write_json
 from specdec.bench.summary import summarize
-from specdec.bench.systems import Split
 from specdec.bench.tables import failures
 from specdec.cli.main import main
 from specdec.errors import ConfigError

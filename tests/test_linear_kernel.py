@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specdec.kernels import linear as reference
 from specdec.kernels.activation import act_mul
 from specdec.kernels.gpu import fast
 from specdec.kernels.gpu.linear import HALF_BUSY, Tile, gated_linear, linear, tile_of
@@ -25,6 +26,16 @@ def test_products(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     x, w, bias = random(n, k, dtype=dtype), random(out, k, dtype=dtype) / k**0.5, random(out, dtype=dtype)
     assert_close(linear(x, w), x.double() @ w.double().T)
     assert_close(linear(x, w, bias), x.double() @ w.double().T + bias.double())
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, reference.MANY_ROWS - 1, reference.MANY_ROWS])
+def test_the_reference_in_both_orders(n: int) -> None:
+    torch.manual_seed(2)
+    x, w, bias = torch.randn(n, 24), torch.randn(10, 24), torch.randn(10)
+    for b in (None, bias):
+        y = reference.linear(x, w, b)
+        assert y.is_contiguous()
+        torch.testing.assert_close(y, (x.double() @ w.double().T + (0 if b is None else b.double())).float())
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])

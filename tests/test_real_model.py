@@ -22,7 +22,7 @@ ALLOWED_MARGIN = 1e-4  # in fp32 a token may differ where the two best logits ar
 
 @pytest.fixture(scope="module")
 def llm(real_model_path: Path) -> LLM:
-    return LLM(real_model_path, drafter="none", dtype="float32", device="cpu", max_num_seqs=3, max_nodes=12)
+    return LLM(real_model_path, drafter="none", dtype="float32", device="cpu", max_num_seqs=3, max_nodes=8)
 
 
 @pytest.fixture(scope="module")

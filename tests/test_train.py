@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from benchmarks.train_memory import main as train_memory
 from specdec import LLM, SamplingParams
 from specdec.drafters.heads import load_heads
 from specdec.errors import CheckpointError, ConfigError, TrainingError
@@ -24,7 +26,7 @@ from specdec.training.trainer import train
 from tests.engines import make_engine, outputs
 from tests.engines import run as run_engine
 from tests.medusa import SIZE, target_of, walking_model
-from tests.training import CONFIG, KILLED_CONFIG, base, examples, run
+from tests.training import CONFIG, base, examples, run
 
 ROOT = Path(__file__).parent.parent
 
@@ -128,11 +130,10 @@ def test_resume_without_a_checkpoint_starts_from_the_start(straight: Path, tmp_p
 @pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4))])
 def test_killed_at_random_moments_ends_with_the_same_bits(seed: int, tmp_path: Path) -> None:
     out, whole = tmp_path / "killed", tmp_path / "whole"
-    run(whole, KILLED_CONFIG)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.training", str(out), "4", str(seed)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.training", str(tmp_path), "5", str(seed)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout == "4\n", done.stderr
+    assert done.returncode == 0 and done.stdout == "5\n", done.stderr
     assert_same_bits(out, whole)
     assert [line["step"] for line in metrics.read_metrics(out)] == list(range(1, 41))
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000039", "step-00000040"]
@@ -242,11 +243,9 @@ def test_trained_heads_draft_what_the_model_says(tmp_path: Path) -> None:
 def test_the_memory_benchmark_runs_at_a_tiny_shape(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     shape = ["--hidden-size", "128", "--layers", "1", "--vocab-size", "60", "--heads", "2", "--device", "cpu"]
-    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks/train_memory.py"), *shape, "--steps", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    sizes = ["--batch-tokens", "64", "--length", "16", "--json", str(path)]
-    done = subprocess.run([*command, *sizes], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    sizes = ["--steps", "2", "--batch-tokens", "64", "--length", "16", "--json", str(path)]
+    done = CliRunner().invoke(train_memory, [*shape, *sizes])
+    assert done.exit_code == 0, done.output
     rows = json.loads(path.read_text())["rows"]
     assert [row["kind"] for row in rows] == ["medusa", "hydra"]
     assert all(row["tokens_a_step"] == 64 and row["peak_gb"] > row["base_gb"] for row in rows)

@@ -1,4 +1,4 @@
-"""Tiny training runs: examples, a base and heads for them. As a script: a run that is killed again and again."""
+"""Tiny training runs: examples, a base and heads. As a script: a run beside one that is killed again and again."""
 
 import os
 import random
@@ -57,7 +57,7 @@ def run_under_fire(out: Path, kills: int, rng: random.Random) -> int:
     """Train in child processes, each killed at some moment a few steps on, then to the end; return how many were."""
     num_killed = 0
     for _ in range(kills):
-        goal = len(read_metrics(out)) + rng.randint(0, 4)
+        goal = len(read_metrics(out)) + rng.randint(0, 3)
         child = os.fork()
         if child == 0:
             run(out, KILLED_CONFIG, resume=True)
@@ -72,4 +72,5 @@ def run_under_fire(out: Path, kills: int, rng: random.Random) -> int:
 
 
 if __name__ == "__main__":
-    print(run_under_fire(Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))))
+    run(Path(sys.argv[1]) / "whole", KILLED_CONFIG)  # first, so that no child has to import what training needs
+    print(run_under_fire(Path(sys.argv[1]) / "killed", int(sys.argv[2]), random.Random(int(sys.argv[3]))))

@@ -12,7 +12,7 @@ from specdec.hub.load import Loaded, load
 from specdec.params import SamplingParams
 
 if TYPE_CHECKING:
-    from specdec.bench.systems import Split
+    from specdec.bench.results import Split
 
 LOOKUP_TOKENS = 10
 """What transformers' documentation gives `prompt_lookup_num_tokens`."""

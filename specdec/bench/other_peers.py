@@ -14,7 +14,7 @@ from specdec.hub.load import Loaded
 from specdec.params import SamplingParams
 
 if TYPE_CHECKING:
-    from specdec.bench.systems import Split
+    from specdec.bench.results import Split
 
 LOOKUP_TOKENS = 5
 GPU_MEMORY = 0.5

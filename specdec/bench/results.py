@@ -6,13 +6,31 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from specdec.bench.systems import Split
 from specdec.errors import ConfigError, DataError
 from specdec.hub.cache import replace_file
 from specdec.outputs import SpeculationStats
 
 FORMAT = "specdec-acceptance"
 VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where the seconds of a few answers went, in eager steps.
+
+    Args:
+        draft, forward, accept: in the drafter, the target and the rule.
+        host: all the rest: scheduling, packing, commit, delivery.
+        num_prompts: how many answers.
+        tree: (node as in Medusa's choices, times proposed, times accepted) of every node.
+    """
+
+    draft: float
+    forward: float
+    accept: float
+    host: float
+    num_prompts: int
+    tree: list[tuple[list[int], int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

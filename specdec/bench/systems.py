@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from specdec.bench.parts import watched
+from specdec.bench.results import Split
 from specdec.drafters.registry import DRAFTERS, check_drafter
 from specdec.errors import ConfigError, SpecdecError
 from specdec.hub.load import Loaded, load
@@ -26,25 +27,6 @@ class Answer:
 
     token_ids: list[int]
     stats: SpeculationStats | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Where the seconds of a few answers went, in eager steps.
-
-    Args:
-        draft, forward, accept: in the drafter, the target and the rule.
-        host: all the rest: scheduling, packing, commit, delivery.
-        num_prompts: how many answers.
-        tree: (node as in Medusa's choices, times proposed, times accepted) of every node.
-    """
-
-    draft: float
-    forward: float
-    accept: float
-    host: float
-    num_prompts: int
-    tree: list[tuple[list[int], int, int]]
 
 
 class System(Protocol):
