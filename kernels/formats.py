@@ -30,6 +30,7 @@ class KVFormat:
         fraction: bits of a float code's fraction, its last ones; before them stand a sign and 7 − fraction bits of
             exponent, biased as IEEE does it, but without infinities. 0: codes are integers.
         zero_point: whether codes count from the group's least value; else from 0.
+        spread: whether keys, and then queries, are spread over the channels of their head first (`kernels/spread.py`).
         group_sizes: values that may share a scale; () where all of a head do.
         group: values that share a scale here; 0 until `of_head_dim` decides.
     """
@@ -41,6 +42,7 @@ class KVFormat:
     largest: float
     fraction: int = 0
     zero_point: bool = False
+    spread: bool = False
     group_sizes: tuple[int, ...] = ()
     group: int = 0
 
@@ -90,6 +92,8 @@ class KVFormat:
         return self.code_width(head_dim) + self.num_scales(head_dim) * SCALE_DTYPE.itemsize
 
 
+# Integers have steps of one size, so one large channel of a key costs all others their bits: it is spread over all of
+# them. Floats keep the small channels' bits, and would lose them to what is spread.
 # Values that share a scale seldom differ by more than e3m4 reaches: its steps are half of e4m3's above a 128th of the
 # largest, and larger only below a 256th. There e4m3 goes on, down to a 131,072th. It reaches 448, but over normal
 # values the squared error is less where the largest is put on a power of 2.
@@ -98,8 +102,8 @@ FORMATS = {
     for f in (
         KVFormat("fp8", torch.uint8, 8, -31, 31, fraction=4),
         KVFormat("fp8_e4m3", torch.uint8, 8, -256, 256, fraction=3),
-        KVFormat("int8", torch.int8, 8, -127, 127, group_sizes=(8, 16, 32, 64, 128)),
-        KVFormat("int4", torch.uint8, 4, 0, 15, zero_point=True, group_sizes=(32, 64, 128)),
+        KVFormat("int8", torch.int8, 8, -127, 127, spread=True, group_sizes=(8, 16, 32, 64, 128)),
+        KVFormat("int4", torch.uint8, 4, 0, 15, zero_point=True, spread=True, group_sizes=(32, 64, 128)),
     )
 }
 
@@ -130,6 +134,11 @@ class QuantizedPages:
 
 Pages = Tensor | QuantizedPages
 """One layer's keys or values: [num_blocks, block_size, num_kv_heads, D] as they are, or quantized."""
+
+
+def spreads(pages: Pages) -> bool:
+    """Whether keys are to be spread before they are stored here, and queries before they meet them."""
+    return isinstance(pages, QuantizedPages) and pages.format.spread
 
 
 def quantize(x: Tensor, how: KVFormat) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.kernels import activation, attention, commit, linear, norm, rope, write
+from specdec.kernels import activation, attention, commit, linear, norm, rope, spread, write
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -22,6 +22,7 @@ class Ops:
         rmsnorm, add_rmsnorm: those of `specdec.kernels.norm`.
         rope_write: `specdec.kernels.rope.rope_write`.
         kv_write: `specdec.kernels.write.kv_write`.
+        spread: `specdec.kernels.spread.spread`.
         tree_attention: `specdec.kernels.attention.tree_attention`.
         kv_commit: `specdec.kernels.commit.kv_commit`.
     """
@@ -34,6 +35,7 @@ class Ops:
     add_rmsnorm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rope_write: Callable[..., torch.Tensor]
     kv_write: Callable[..., None]
+    spread: Callable[..., torch.Tensor]
     tree_attention: Callable[..., torch.Tensor]
     kv_commit: Callable[..., None]
 
@@ -47,6 +49,7 @@ TORCH_OPS = Ops(
     add_rmsnorm=norm.add_rmsnorm,
     rope_write=rope.rope_write,
     kv_write=write.kv_write,
+    spread=spread.spread,
     tree_attention=attention.tree_attention,
     kv_commit=commit.kv_commit,
 )
@@ -67,7 +70,7 @@ def choose_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = T
 
 def triton_ops(deterministic: bool = True) -> Ops:
     """Return the Triton kernels. They need a GPU, or Triton's interpreter."""
-    from specdec.kernels.gpu import activation, attention, commit, fast, linear, norm, rope, write
+    from specdec.kernels.gpu import activation, attention, commit, fast, linear, norm, rope, spread, write
 
     products = linear if deterministic else fast
     return Ops(
@@ -79,6 +82,7 @@ def triton_ops(deterministic: bool = True) -> Ops:
         add_rmsnorm=norm.add_rmsnorm,
         rope_write=rope.rope_write,
         kv_write=write.kv_write,
+        spread=spread.spread,
         tree_attention=attention.tree_attention,
         kv_commit=commit.kv_commit,
     )

@@ -2,7 +2,8 @@
 
 import torch
 
-from specdec.kernels.formats import Pages
+from specdec.kernels.formats import Pages, spreads
+from specdec.kernels.spread import spread
 from specdec.kernels.write import kv_write
 
 
@@ -15,7 +16,7 @@ def rope_write(
     slot_mapping: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """Rotate queries and keys and store keys and values.
+    """Rotate queries and keys, spread both where the pages' format says so, and store keys and values.
 
     Args:
         qkv: [N, num_heads + 2 num_kv_heads, D]: queries, keys, values of each row.
@@ -26,11 +27,13 @@ def rope_write(
         num_heads: number of query heads.
 
     Returns:
-        [N, num_heads, D], the rotated queries.
+        [N, num_heads, D], the rotated queries, spread (`specdec.kernels.spread`) if the keys are.
     """
     num_kv_heads = k_pages.shape[2]
     qk, value = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
     qk = _rotate(qk, cos.unsqueeze(1), sin.unsqueeze(1))
+    if spreads(k_pages):
+        qk = spread(qk)
     kv_write(qk[:, num_heads:], value, k_pages, v_pages, slot_mapping)
     return qk[:, :num_heads]
 

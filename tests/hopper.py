@@ -60,18 +60,23 @@ def multiply(out: int, k: int, *, gated: bool = False) -> None:
 def attend(pages_format: str | None, num_nodes: int, *, chains: bool, dtype: torch.dtype = torch.bfloat16) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of 128 values."""
     heads, kv_heads, dim = 32, 8, 128
-    pages: list[Pages] = [torch.zeros(1, 16, kv_heads, dim, dtype=dtype) for _ in "kv"]
-    if pages_format is not None:
-        how = FORMATS[pages_format].of_head_dim(dim)
-        pages = [
-            QuantizedPages(
-                torch.zeros(1, 16, kv_heads, how.code_width(dim), dtype=torch.uint8),
-                torch.zeros(1, 16, kv_heads, how.num_scales(dim), dtype=torch.float16),
-                how,
-            )
-            for _ in "kv"
-        ]
+    pages = pages_of(pages_format, kv_heads, dim, dtype)
     rows = torch.zeros(num_nodes, dtype=torch.int64)
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
     work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, kv_heads, dim, 1024, chains)
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
+
+
+def pages_of(pages_format: str | None, kv_heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Pages]:
+    """Keys' and values' pages of one block, native or quantized."""
+    if pages_format is None:
+        return [torch.zeros(1, 16, kv_heads, dim, dtype=dtype) for _ in "kv"]
+    how = FORMATS[pages_format].of_head_dim(dim)
+    return [
+        QuantizedPages(
+            torch.zeros(1, 16, kv_heads, how.code_width(dim), dtype=torch.uint8),
+            torch.zeros(1, 16, kv_heads, how.num_scales(dim), dtype=torch.float16),
+            how,
+        )
+        for _ in "kv"
+    ]

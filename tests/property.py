@@ -147,7 +147,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_blocks=draw(st.sampled_from([5, 8, 64])),
         order=draw(st.integers(0, 99)),
         costs=draw(st.sampled_from(sorted(TABLES))),
-        kv_cache_dtype=draw(st.sampled_from(["auto", "fp8"] if family in REQUIRED else list(KV_FORMATS))),
+        kv_cache_dtype=draw(st.sampled_from(["auto", "fp8", "int8"] if family in REQUIRED else list(KV_FORMATS))),
     )
 
 

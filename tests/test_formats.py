@@ -19,11 +19,10 @@ from specdec.cache.pages import KVLayout, KVPages
 from specdec.drafters.ngram import NGramDrafter
 from specdec.engine.config import EngineConfig
 from specdec.errors import ConfigError
-from specdec.kernels import rope, write
+from specdec.kernels import write
 from specdec.kernels.formats import FORMATS, KVFormat, QuantizedPages, load, quantize
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.pages import load_values, pointers
-from specdec.kernels.gpu.rope import rope_write
 from specdec.kernels.gpu.write import kv_write
 from specdec.params import SamplingParams
 from tests.conftest import tiny_llama
@@ -158,23 +157,6 @@ def test_every_code_of_the_small_floats(name: str) -> None:
     even[::2] = numbers[:-1:2]
     want = torch.cat([numbers, even])
     assert torch.equal(stored, torch.cat([want, -want]))
-
-
-@pytest.mark.parametrize(("name", "dim", "group"), [("fp8", 64, None), ("int8", 80, 8), ("int4", 96, 32)])
-def test_rope_write_stores_what_kv_write_would(name: str, dim: int, group: int | None) -> None:
-    how = FORMATS[name].of_head_dim(dim, group)
-    qkv, cos, sin = (torch.randn(3, *shape, device=DEVICE).half() for shape in ((5, dim), (dim,), (dim,)))
-    slots = torch.tensor([4, 0, 2], device=DEVICE)
-    native = [torch.zeros(1, 6, 1, dim, dtype=torch.float16, device=DEVICE) for _ in "kv"]
-    rope_write(qkv, cos, sin, native[0], native[1], slots, 3)
-    got, want = ([poisoned(how, 6, 1, dim) for _ in "kv"] for _ in range(2))
-    q = rope_write(qkv, cos, sin, got[0], got[1], slots, 3)
-    write.kv_write(native[0][0, slots], native[1][0, slots], want[0], want[1], slots)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a.codes, b.codes) and torch.equal(a.scales.view(torch.int16), b.scales.view(torch.int16))
-    by_reference = [poisoned(how, 6, 1, dim) for _ in "kv"]
-    torch.testing.assert_close(rope.rope_write(qkv, cos, sin, *by_reference, slots, 3), q, atol=1e-2, rtol=1e-2)
-    assert torch.equal(by_reference[1].codes, want[1].codes)
 
 
 @pytest.mark.parametrize("name", FORMATS)

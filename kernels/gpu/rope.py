@@ -4,17 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec.kernels.formats import Pages
+from specdec.kernels.formats import Pages, spreads
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 from specdec.kernels.gpu.pages import pointers, store_values
+from specdec.kernels.gpu.spread import spread_values
+from specdec.kernels.spread import spread_size
 
-_HEADS = 4  # heads a program: few enough to spread one row over the device, enough for long prompts
+_HEADS = 4  # heads a program: few enough to divide one row among the device's cores, enough for long prompts
 
 
 @triton.jit
 def _rope_write_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_pages, v_pages, slots_ptr, qkv_row, qkv_head, cos_row, sin_row,
-    Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr,
     WIDE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
@@ -30,7 +32,12 @@ def _rope_write_kernel(
     rolled = tl.load(source + partner, mask=turns, other=0).to(WIDE)
     cos = tl.load(cos_ptr + row * cos_row + col, mask=col < R, other=0).to(WIDE)
     sin = tl.load(sin_ptr + row * sin_row + col, mask=col < R, other=0).to(WIDE)
-    out = tl.where(turns, (x.to(WIDE) * cos + rolled * sin).to(x.dtype), x)
+    turned = x.to(WIDE) * cos + rolled * sin
+    if SPREAD:
+        even = spread_values(tl.where(turns, turned, x.to(WIDE)), SPREAD)
+        out = tl.where(head < Q + KV, even.to(x.dtype), x)
+    else:
+        out = tl.where(turns, turned.to(x.dtype), x)
     tl.store(q_ptr + (row * Q + head) * D + col, out, mask=inside & (head < Q))
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     key, value = heads - Q, heads - (Q + KV)
@@ -47,7 +54,7 @@ def rope_write(
     slot_mapping: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """Rotate queries and keys and store keys and values.
+    """Rotate queries and keys, spread both where the pages' format says so, and store keys and values.
 
     A rotated value is computed in fp32 (fp64 for fp64) and rounded once, where the torch reference rounds both
     products and their sum: it is the nearer of the two to the exact value.
@@ -62,7 +69,7 @@ def rope_write(
         num_heads: number of query heads.
 
     Returns:
-        [N, num_heads, D], the rotated queries, contiguous.
+        [N, num_heads, D], the rotated queries, contiguous, spread (`specdec.kernels.spread`) if the keys are.
 
     Raises:
         ValueError: shapes disagree, or a tensor is not dense where it must be.
@@ -76,10 +83,13 @@ def rope_write(
     if not all(x.stride(-1) == 1 for x in (qkv, cos, sin)) or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError("the last dimension of qkv, cos and sin and the whole of the pages must be dense")
     q = torch.empty(n, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    _rope_write_kernel[(n, triton.cdiv(heads, _HEADS))](
+    # Within one warp, the many sums of two need no barrier.
+    spread, per_program, num_warps = (spread_size(dim), 2, 1) if spreads(k_pages) else (0, _HEADS, 4)
+    _rope_write_kernel[(n, triton.cdiv(heads, per_program))](
         qkv, cos, sin, q, pointers(k_pages), pointers(v_pages), slot_mapping.contiguous(),
         qkv.stride(0), qkv.stride(1), cos.stride(0), sin.stride(0),
-        Q=num_heads, KV=num_kv_heads, D=dim, R=width, HEADS=_HEADS, BLOCK=triton.next_power_of_2(dim),
-        WIDE=tl.float64 if qkv.dtype == torch.float64 else tl.float32, **overlap(qkv.device),
+        Q=num_heads, KV=num_kv_heads, D=dim, R=width, SPREAD=spread, HEADS=per_program, num_warps=num_warps,
+        BLOCK=triton.next_power_of_2(dim), WIDE=tl.float64 if qkv.dtype == torch.float64 else tl.float32,
+        **overlap(qkv.device),
     )  # fmt: skip
     return q

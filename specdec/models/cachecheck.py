@@ -42,7 +42,8 @@ class CacheReport:
         kl: mean divergence of the next-token distribution from that with native pages, in nats a token.
         agreement: share of positions whose likeliest token is the same.
         key_outlier: the largest key of any channel over its head's median channel, the worst head's. Where it is large,
-            the values that share a scale with such a channel lose their bits.
+            the values that share a scale with such a channel lose their bits, or, in formats that spread keys, all
+            values of the head.
     """
 
     format: str

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.cache.pages import KVLayout, KVPages
 from specdec.errors import UnsupportedModel
+from specdec.kernels.formats import spreads
 from specdec.kernels.ops import Ops, choose_ops
 from specdec.models.batch import Batch
 from specdec.models.interface import PACKED, answering, configs_of, refuse_options
@@ -127,6 +128,8 @@ class PagedAttention:
         width = self.pages.layout.head_dim
         q, k, v = (F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1])) for x in (query, key, value))  # [N, heads, D]
         k_pages, v_pages = self.pages.k[self.index], self.pages.v[self.index]
+        if spreads(k_pages):
+            q, k = self.ops.spread(q), self.ops.spread(k)
         self.ops.kv_write(k, v, k_pages, v_pages, self.batch.slot_mapping)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = self.ops.tree_attention(
