@@ -18,9 +18,10 @@ from specdec.models.cachecheck import check_cache
 from specdec.models.decoder import Decoder
 from specdec.models.hf import HFModel
 from tests.conftest import tiny_llama
-from tests.kernels import DEVICE, DTYPES, assert_close
+from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 from tests.own_forward import GROUPED, tiny
 
+pytestmark = pytest.mark.gpu if ON_GPU else []
 DIMS = [64, 80, 96, 128, 256]
 HEADS, KV_HEADS = 3, 2
 
