@@ -6,7 +6,7 @@ import torch
 from specdec.kernels import linear as reference
 from specdec.kernels.activation import act_mul
 from specdec.kernels.gpu import fast
-from specdec.kernels.gpu.linear import HALF_BUSY, Tile, gated_linear, linear, tile_of
+from specdec.kernels.gpu.linear import _MANY_ROWS, HALF_BUSY, Tile, gated_linear, linear, tile_of
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
@@ -108,8 +108,14 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype, shape: tup
     out, k = shape
     x, w = random(2048, k, dtype=dtype), random(out, k, dtype=dtype) / k**0.5
     whole, gated = linear(x, w), gated_linear(x, w, None, "silu")
-    for n in (1, 7, 16, 32, 64, 256):
+    for n in (1, 7, 16, 32, 64, 96, 160, 256, 512):
         assert torch.equal(linear(x[:n], w), whole[:n]), f"{n} rows"
         assert torch.equal(gated_linear(x[:n], w, None, "silu"), gated[:n]), f"{n} gated rows"
-    for tile in (Tile(16, 16, 64, 4, 4), Tile(16, 128, 64, 8, 3), Tile(64, 32, 128, 4, 3), Tile(128, 128, 64, 8, 2)):
+    for tile in (
+        Tile(16, 16, 64, 4, 4),
+        Tile(16, 128, 64, 8, 3),
+        Tile(64, 32, 128, 4, 3),
+        Tile(128, 128, 64, 8, 2),
+        *_MANY_ROWS[2],
+    ):
         assert torch.equal(linear(x[:256], w, tile=tile), whole[:256]), f"{tile}"

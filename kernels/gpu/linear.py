@@ -33,8 +33,8 @@ class Tile:
 
 
 _MANY_ROWS = {
-    1: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 128, 4, 5)),
-    2: (Tile(128, 128, 64, 8, 4), Tile(64, 32, 128, 4, 3)),
+    1: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 4, 4), Tile(64, 64, 128, 4, 5)),
+    2: (Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 4)),
 }
 """Tiles of more than 64 rows by the number of weights, the one with the fewest bytes an operation first."""
 HALF_BUSY = 66

@@ -1,4 +1,4 @@
-"""Where the time of eager steps goes, and which nodes of the trees are accepted: seen from outside the engine.
+"""Where the time of steps goes that the host plans, and which nodes are accepted: seen from outside the engine.
 
 The engine's drafter, model and rule are wrapped by their own protocols for one run and then put back.
 """
@@ -76,15 +76,17 @@ def node_ranks(parents: Sequence[int]) -> list[Ranks]:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[Parts]:
-    """Watch an engine that captures nothing; it is as before when the block ends."""
+    """Watch an engine that captures no whole steps; it is as before when the block ends."""
     assert engine.graphs is None, "captured steps can't be looked into"
     parts = Parts(engine.model.device)
-    drafter, model, rule = engine.drafter, engine.model, engine.rule
+    drafter, model, rule, forwards = engine.drafter, engine.model, engine.rule, engine.forwards
     engine.drafter, engine.model, engine.rule = _Drafter(drafter, parts), _Model(model, parts), _Rule(rule, parts)
+    if forwards is not None:
+        engine.forwards = lambda batch: parts.time("forward", lambda: forwards(batch))
     try:
         yield parts
     finally:
-        engine.drafter, engine.model, engine.rule = drafter, model, rule
+        engine.drafter, engine.model, engine.rule, engine.forwards = drafter, model, rule, forwards
 
 
 class _Drafter:

@@ -16,7 +16,7 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where the seconds of a few answers went, in eager steps.
+    """Where the seconds of a few answers went, in steps that the host plans.
 
     Args:
         draft, forward, accept: in the drafter, the target and the rule.

@@ -78,8 +78,10 @@ class EngineSystem:
         return [Answer(c.token_ids, c.stats) for c in self.llm.generate(list(prompts), list(params))]
 
     def split(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Split:
-        """Answer prompts step by step; an engine that captures gets a second one beside it that doesn't."""
-        self._eager = self._eager or self._make(cuda_graphs=False)
+        """Answer prompts step by step; an engine that captures steps gets a second one beside it that doesn't."""
+        if self._eager is None:
+            self._eager = self._make()
+            self._eager.engine.graphs = None
         with watched(self._eager.engine) as parts:
             start = perf_counter()
             self._eager.generate(list(prompts), list(params))

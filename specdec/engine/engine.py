@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out. `Engine.step` is the algorithm of speculative decoding."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Any
 
@@ -14,7 +14,7 @@ from specdec.cache.prefix import PrefixIndex
 from specdec.drafters.protocol import Drafter, DraftsOnDevice, KnowsChances, Observation, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
-from specdec.engine.capturable import why_no_graph, why_not_captured
+from specdec.engine.capturable import why_eager, why_no_graph, why_not_captured
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.cost import CostTable
 from specdec.engine.drafting import draft
@@ -85,9 +85,9 @@ class Engine:
         self.why_no_graphs = why_no_graph(model, drafter, rule) if config.cuda_graphs else "cuda_graphs is off"
         """Why decode steps aren't captured; None if they are."""
         self.graphs = None if self.why_no_graphs else self._make_graphs()
+        self.forwards: Callable[[Batch], torch.Tensor] | None
         self.forwards = self._make_forwards() if config.cuda_graphs and model.device.type == "cuda" else None
         """Captured forwards of the other steps, where the model's can be captured."""
-        self._behind_captured = False
 
     def _make_graphs(self) -> StepGraphs:
         assert isinstance(self.model, Decoder) and isinstance(self.drafter, DraftsOnDevice)
@@ -192,11 +192,10 @@ class Engine:
         if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
             self.num_steps += 1
             self._emit_captured(outcomes)
-            self._behind_captured = True
             return
-        # Between captured steps an eager one lets requests in; for a crowd the host drafts longer than that saves.
-        plan = self.scheduler.schedule(drafts=not self._behind_captured)
-        self._behind_captured = False
+        # Between captured steps this one lets requests in; for a crowd the host would draft longer than that saves.
+        captured = self.graphs is not None and all(why_eager(r) is None for r in self.scheduler.running)
+        plan = self.scheduler.schedule(drafts=not captured)
         self.drafter.forget([r.id for r in plan.preempted])
         tree, failed = draft(self.drafter, plan, self.model.vocab_size)
         self._retire(failed)

@@ -176,7 +176,10 @@ class StepGraphs:
             places, ids = zip(*running, strict=True)
             self.drafter.keep_hidden(ids, self._state.hidden[list(places)])  # a copy
         self._loaded = []
-        return outcomes or None
+        if outcomes:
+            return outcomes
+        self._waited, self._waiting_since = 0, None  # the host's step lets in whoever fits
+        return None
 
     def _bucket(self) -> Bucket | None:
         """The shapes of the next step, its blocks reserved; None if it can't be launched."""
@@ -195,8 +198,6 @@ class StepGraphs:
         return bucket_of(places, nodes, longest, self.max_model_len, cuts)
 
     def _may_admit(self) -> bool:
-        if not self._loaded:
-            return True
         if self._waiting_since is None:
             return False
         running = len(self.scheduler.running)
@@ -223,7 +224,7 @@ class StepGraphs:
         return max(n for n in (*NODE_COUNTS, most) if n <= max(1, wanted))  # few sizes, the whole tree among them
 
     def _load(self) -> None:
-        self._loaded, self._waited, self._waiting_since = list(self.scheduler.running), 0, None
+        self._loaded = list(self.scheduler.running)
         self._table_sizes = [-1] * len(self._loaded)
         self._state.load(self._loaded)
         if isinstance(self.drafter, KeepsHidden):
