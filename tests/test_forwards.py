@@ -46,6 +46,7 @@ BATCHES = {
     "prompts": [rows(0, 6, [-1], 0), rows(0, 4, [-1], 2), rows(0, 3, [], 4)],
     "trees": [rows(0, 2, BUSH, 0), rows(5, 0, [-1, 0, 1], 2), rows(33, 0, [-1], 4)],
     "one": [rows(70, 0, [-1], 3)],
+    "two": [rows(0, 7, [-1], 0), rows(0, 7, [-1], 2)],
 }
 
 
@@ -115,6 +116,19 @@ def test_what_no_shape_holds_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(3):
         assert torch.equal(engine.forwards(packed("prompts")), want)
     assert recorder.stats.num_graphs == 0
+
+
+def test_forwards_that_take_longer_than_their_launches_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(Decoder(tiny_llama(**SIZE).to(DEVICE), triton_ops()))
+    layer = engine.model.weights.layers[0]  # type: ignore[attr-defined]
+    num_weights = sum(m.numel() for m in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    monkeypatch.setattr(forwards, "WORK", 16 * num_weights)
+    monkeypatch.setattr(forwards, "ROWS", (8, 16, 32))
+    recorder = captured_forwards(engine)
+    assert engine.forwards is not None
+    for name in ("prompts", "prompts", "two", "two"):  # 15 rows and one of padding, 16 and one
+        engine.forwards(packed(name))
+    assert recorder.stats.num_graphs == 1
 
 
 def test_bounds_of_contexts() -> None:

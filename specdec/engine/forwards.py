@@ -4,7 +4,7 @@ From Python a forward's launches take longer than a short prompt's rows do on th
 few shapes, and a shape is captured when it comes for the second time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from specdec.models.decoder import Decoder
 from specdec.models.padded import PaddedBatch, PaddedShape, bound_of
 from specdec.verifier.tree import MAX_NODES
 
-ROWS = (32, 64, 128, 256, 384, 512, 768, 1024)
-"""Rows that batches are padded to. Larger ones take longer on the device than their launches do."""
+ROWS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Rows that batches are padded to."""
+WORK = 4e12
+"""Products of a weight and a value up to which a forward is captured: about those of the time that the launches of 30
+layers take from Python. A larger one takes longer on the device, padding too, and gains nothing."""
 SEQUENCES = (1, 4, 16, 64, 256, 1024)
 NODES = (1, 8, MAX_NODES)
 
@@ -35,6 +38,9 @@ class ForwardGraphs:
 
     def __init__(self, model: Decoder, pages: KVPages, max_model_len: int, recorder: Recorder) -> None:
         self._model, self._pages, self._max_model_len, self._recorder = model, pages, max_model_len, recorder
+        matrices = [m for layer in model.weights.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        num_weights = sum(matrix.numel() for matrix in matrices if isinstance(matrix, Tensor))
+        self._rows = [rows for rows in ROWS if rows * num_weights <= WORK]
         self._came: set[PaddedShape] = set()
         self._ready: dict[PaddedShape, _PaddedForward] = {}
 
@@ -55,7 +61,7 @@ class ForwardGraphs:
         assert isinstance(meta, AttentionMetadata)
         cu = meta.cu_seqlens_q
         trees = (end - start - n for start, end, n in zip(cu, cu[1:], meta.num_causal, strict=False))
-        rows, seqs, nodes = _least(ROWS, cu[-1] + 1), _least(SEQUENCES, len(cu) - 1), _least(NODES, max(trees))
+        rows, seqs, nodes = _least(self._rows, cu[-1] + 1), _least(SEQUENCES, len(cu) - 1), _least(NODES, max(trees))
         if rows is None or seqs is None or nodes is None:
             return None
         return PaddedShape(rows, seqs, nodes, bound_of(max(meta.context_lens), self._max_model_len))
@@ -89,6 +95,6 @@ class _PaddedForward:
         self._hidden = self._model.forward(self._padded.batch, self._pages)
 
 
-def _least(sizes: tuple[int, ...], count: int) -> int | None:
+def _least(sizes: Sequence[int], count: int) -> int | None:
     """The first size that is large enough."""
     return next((size for size in sizes if size >= count), None)
