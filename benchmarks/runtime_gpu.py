@@ -166,7 +166,9 @@ class Arrivals:
         before = self._captures()
         load = Load(self.prompts, self.params, poisson(rng, rate, count))
         runs = [self._serve(load) for _ in range(self.how.rounds)]
-        speeds = {name: [run[name].full_tokens_s or math.nan for run in runs] for name in self.engines}
+        speeds = {name: [run[name].full_tokens_s or 0.0 for run in runs] for name in self.engines}
+        if not all(speed for found in speeds.values() for speed in found):
+            raise click.ClickException(f"{count} requests don't keep the batch full; raise --requests")
         answers = {name: statistics.mean(t.num_output_tokens for t in run.timings) for name, run in runs[-1].items()}
         return {
             "requests_s": median_of([rate]),

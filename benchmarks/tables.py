@@ -99,7 +99,7 @@ def heads() -> str:
 
 def tau_of_heads() -> str:
     """Return τ of the heads that come with the package, by category and temperature, and what was predicted of all."""
-    result = read("heads_tau_smollm2_cpu")
+    result = read("heads_tau_smollm2_h200")
     (measured,) = result["rows"]
     greedy, sampled = measured["tau_0.0"], measured["tau_0.7"]
     rows = [[name, f"{greedy[name]:.2f}", f"{sampled[name]:.2f}"] for name in greedy]

@@ -19,7 +19,7 @@ from specdec.bench.counts import accepted_lengths, cumulative_acceptance, mean_a
 from specdec.bench.parts import node_ranks, watched
 from specdec.bench.results import Result, Settings, read_result
 from specdec.bench.summary import summarize, system_name
-from specdec.bench.systems import Answer, Room, check_system
+from specdec.bench.systems import Answer, EngineSystem, Room, check_system
 from specdec.cli.main import main
 from specdec.drafters.ngram import NGramDrafter
 from specdec.errors import CheckpointError, ConfigError, DataError
@@ -168,7 +168,7 @@ def test_the_first_difference(one: list[int], other: list[int], want: int | None
 class Liar:
     """A peer whose answers differ at the third token."""
 
-    exact = False
+    exact = captures = False
     drafter = None
 
     def __init__(self, loaded: Any, path: str | None, room: Room) -> None:
@@ -378,3 +378,21 @@ def test_the_command_fails_where_a_drafter_failed_but_keeps_the_rest(bench: Benc
 def test_bad_input_exits_with_2(bench: Bench, args: list[str], message: str) -> None:
     result = bench(*args)
     assert (result.exit_code, message in result.stderr) == (2, True), result.output
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_what_captures_answers_every_group_before_it_is_timed(
+    captures: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two categories, one of two groups of a prompt each, the other of one: each is answered once to be timed."""
+    groups = []
+    own = EngineSystem.answer
+
+    def counting(system: EngineSystem, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
+        groups.append(len(prompts))
+        return own(system, prompts, params)
+
+    monkeypatch.setattr(EngineSystem, "answer", counting)
+    monkeypatch.setattr(EngineSystem, "captures", captures)
+    run(replace(settings, batch_sizes=(1,)))
+    assert len(groups) == 2 * (3 + (3 if captures else 2))  # by both systems: all, or one of each category, then all

@@ -99,6 +99,7 @@ def test_tokens_are_those_of_plain_forwards(drafts: bool, monkeypatch: pytest.Mo
 
 def test_a_shape_is_captured_when_it_comes_again() -> None:
     engine = make_engine(Decoder(tiny_llama(**SIZE).to(DEVICE), triton_ops()))
+    engine.pages.randomize(torch.Generator(DEVICE).manual_seed(0))
     recorder, seen = captured_forwards(engine), list[int]()
     assert engine.forwards is not None
     for name in ("one", "prompts", "one", "one", "prompts"):

@@ -155,7 +155,10 @@ class _Runner:
         groups = [asked[i : i + batch_size] for i in range(0, len(asked), batch_size)]
         device = self.loaded.model.device
         reset_peak(device)
-        _answer(system, max(groups, key=lambda group: max(len(one.ids) for one in group)))  # a warm-up, the longest
+        # A warm-up: the longest; where steps are captured, each, so that all sizes are captured before any is timed.
+        longest = max(groups, key=lambda group: max(len(one.ids) for one in group))
+        for group in groups if system.captures else [longest]:
+            _answer(system, group)
         timed = [_timed(system, group) for group in groups]
         memory = memory_bytes(device)
         answers = [answer for group, _ in timed for answer in group]

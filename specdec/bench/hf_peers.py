@@ -27,7 +27,7 @@ class HFGenerate:
         room: its size of batches is used.
     """
 
-    exact = False
+    exact = captures = False
     drafter: str | None = None
     takes_path = False
 

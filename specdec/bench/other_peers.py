@@ -30,7 +30,7 @@ class _Peer:
         room: sizes.
     """
 
-    exact = False
+    exact = captures = False
     drafter: str | None = None
 
     def __init__(self, loaded: Loaded, path: str | None, room: Room) -> None:

@@ -73,7 +73,8 @@ def depth_plot(rows: Sequence[Row]) -> Draw:
                 rates = row[key]
                 axes.plot(range(1, 1 + len(rates)), rates, style, color=f"C{i}", ms=3, label=name)
         axes.set(xlabel="depth of the draft token", ylabel="accepted where reached; dashed: of all", ylim=(0, 1.02))
-        axes.set_xticks(range(1, 1 + max((len(row["acceptance_by_depth"]) for row in _drafters(rows)), default=1)))
+        deepest = max((len(row["acceptance_by_depth"]) for row in _drafters(rows)), default=1)
+        axes.set_xticks(range(1, 1 + deepest, 1 + deepest // 20))  # no more than have room
         _legend(axes)
 
     return draw

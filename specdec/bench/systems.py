@@ -37,6 +37,11 @@ class System(Protocol):
     drafter: str | None
     """The name of the drafter that it turned out to use; None for a peer."""
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps of a size that comes for the first time are captured then, and take longer."""
+        ...
+
     def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """Answer prompts together; `params` differ in their seeds alone."""
         ...
@@ -72,6 +77,11 @@ class EngineSystem:
         self.llm = self._make()
         self.drafter: str | None = self.llm.engine.drafter.name
         self._eager = self.llm if self.llm.engine.graphs is None else None
+
+    @property
+    def captures(self) -> bool:
+        """Whether the engine captures."""
+        return self.llm.engine.graphs is not None or self.llm.engine.forwards is not None
 
     def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
         """Answer prompts together."""
