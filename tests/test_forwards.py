@@ -16,7 +16,7 @@ from specdec.models.batch import Batch, Rows, pack_rows
 from specdec.models.decoder import Decoder
 from specdec.models.padded import PaddedBatch, PaddedShape, bound_of
 from specdec.params import SamplingParams
-from specdec.verifier.tree import TokenTree
+from specdec.verifier.tree import TokenTree, chain_parents
 from tests.conftest import tiny_llama
 from tests.engines import make_engine, outputs, run
 from tests.families import tiny_model
@@ -95,6 +95,18 @@ def test_tokens_are_those_of_plain_forwards(drafts: bool, monkeypatch: pytest.Mo
     recorder = captured_forwards(engine)
     assert outputs(run(engine, prompts, params)) == want
     assert recorder.stats.num_graphs
+
+
+def test_trees_may_reach_behind_the_longest_sequence() -> None:
+    """A sequence's last drafts need blocks behind its own; their nodes are never emitted, but others are."""
+    model = Decoder(tiny_llama(**SIZE).to(DEVICE), triton_ops())
+    pages, recorder = pages_of(model), Recorder(torch.device(DEVICE))
+    run_forward = ForwardGraphs(model, pages, 16, recorder)
+    batch = pack_rows([rows(10, 1, chain_parents(28), 4), rows(0, 2, [-1], 8)], 16, torch.device(DEVICE))
+    want = model.forward(batch, pages)
+    for _ in range(2):
+        got = run_forward(batch)
+    assert recorder.stats.num_graphs == 1 and torch.equal(got, want)
 
 
 def test_a_shape_is_captured_when_it_comes_again() -> None:

@@ -72,7 +72,7 @@ class _PaddedForward:
 
     def __init__(self, model: Decoder, pages: KVPages, shape: PaddedShape, max_model_len: int) -> None:
         w = model.weights
-        max_blocks = -(-max_model_len // pages.block_size) + 1
+        max_blocks = -(-(max_model_len + MAX_NODES) // pages.block_size)
         group = w.num_heads // w.num_kv_heads
         self._model, self._pages = model, pages
         self._padded = PaddedBatch(shape, max_blocks, group, w.head_dim, model.device)
