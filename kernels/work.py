@@ -81,19 +81,40 @@ def make_work(
     parts = divide(cu_seqlens_q, num_causal, chunk_block // group, tree_block // group)
     ends = list(accumulate(map(len, (context_lens, *parts)), initial=0))
     flat = torch.tensor([*context_lens, *chain(*parts)], dtype=torch.int32, device=positions.device)
+    blocks = chunk_block, tree_block
+    return assemble(flat, ends, block_table.to(torch.int32), positions, ancestors, blocks, max(context_lens))
+
+
+def assemble(
+    flat: torch.Tensor,
+    ends: Sequence[int],
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    ancestors: torch.Tensor,
+    blocks: tuple[int, int],
+    max_context: int,
+) -> AttentionWork:
+    """Return the work whose parts stand behind each other in one tensor; all of it are views.
+
+    Args:
+        flat: int32: the contexts' lengths, and then what `divide` returns.
+        ends: offsets of these five parts, and of their end.
+        block_table, positions, ancestors, max_context: as in `AttentionWork`.
+        blocks: its chunk_block and tree_block.
+    """
     contexts, rows, sequences, tree_tiles, chunk_tiles = (flat[a:b] for a, b in pairwise(ends))
     return AttentionWork(
-        block_table=block_table.to(torch.int32),
+        block_table=block_table,
         context_lens=contexts,
         positions=positions,
         ancestors=ancestors,
         tree_rows=rows,
         tree_sequences=sequences,
         tree_tiles=tree_tiles.view(-1, 4),
-        tree_block=tree_block,
+        tree_block=blocks[1],
         chunk_tiles=chunk_tiles.view(-1, 3),
-        chunk_block=chunk_block,
-        max_context=max(context_lens),
+        chunk_block=blocks[0],
+        max_context=max_context,
     )
 
 

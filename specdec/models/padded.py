@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain
 
 import torch
 
 from specdec.kernels.attention import AttentionMetadata
-from specdec.kernels.work import AttentionWork, divide, max_block, tile_block
+from specdec.kernels.work import assemble, divide, max_block, tile_block
 from specdec.models.batch import Batch
 
 CONTEXTS = (1024, 2048, 8192, 32768)
@@ -62,27 +62,13 @@ class PaddedBatch:
             (seqs * -(-shape.num_nodes // self._tile_rows[1]), [seqs, nothing, 0, 0]),
             (rows // self._tile_rows[0] + seqs + 1, [seqs, nothing, 0]),
         ]
-        ends = [0]
-        for count, padding in self._room:
-            ends.append(ends[-1] + count * len(padding))
+        ends = list(accumulate((count * len(padding) for count, padding in self._room), initial=0))
         self._parts = torch.zeros(ends[-1], dtype=torch.int32, device=device)
-        contexts, tree_rows, sequences, tree_tiles, chunk_tiles = (self._parts[a:b] for a, b in pairwise(ends))
         self._columns = torch.zeros(4, rows, dtype=torch.int64, device=device)
         tokens, slots, positions, ancestors = self._columns
         self._table = torch.zeros(seqs + 1, max_blocks, dtype=torch.int32, device=device)
-        work = AttentionWork(
-            block_table=self._table,
-            context_lens=contexts,
-            positions=positions,
-            ancestors=ancestors,
-            tree_rows=tree_rows,
-            tree_sequences=sequences,
-            tree_tiles=tree_tiles.view(-1, 4),
-            tree_block=tree_block,
-            chunk_tiles=chunk_tiles.view(-1, 3),
-            chunk_block=chunk_block,
-            max_context=shape.max_context,
-        )
+        blocks = chunk_block, tree_block
+        work = assemble(self._parts, ends, self._table, positions, ancestors, blocks, shape.max_context)
         self.batch = Batch(tokens, slots, work)
         """[R] rows, for the Triton kernels."""
 
