@@ -123,6 +123,28 @@ def _measure_tau(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> 
     }
 
 
+def _gains(found: Timed, base: Timed) -> dict[str, object]:
+    """What heads gain over plain decoding."""
+    speed, plain = found.num_tokens / found.decoding, base.num_tokens / base.decoding
+    return {
+        "tok_s": round(speed, 1),
+        "gain": round(speed / plain, 3),
+        "gain_with_prompt": round(base.whole / found.whole, 3),
+        "equal": found.answers == base.answers,
+    }
+
+
+def _facts(path: str | None) -> dict[str, object]:
+    """The command, and what it runs on."""
+    arguments = [a for a in sys.argv[1:] if a not in ("--json", path)]
+    return {
+        "command": " ".join(["python", "benchmarks/heads.py", *arguments]),
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
 @click.command()
 @click.argument("folders", nargs=-1, required=True)
 @click.option("--model", default="smollm2-135m")
@@ -181,21 +203,11 @@ def main(
             click.echo(str(row))
         speeds = {}
         for nodes in map(int, sizes.split(",")) if timed else ():
-            found = timed_answers(opened(nodes, 1), some, tokens)
-            speeds[nodes] = {
-                "tok_s": round(found.num_tokens / found.decoding, 1),
-                "gain": round(found.num_tokens / found.decoding / (base.num_tokens / base.decoding), 3),
-                "gain_with_prompt": round(base.whole / found.whole, 3),
-                "equal": found.answers == base.answers,
-            }
+            speeds[nodes] = _gains(timed_answers(opened(nodes, 1), some, tokens), base)
             click.echo(f"{nodes} nodes: {speeds[nodes]}")
         rows.append(row | {"speeds": speeds})
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     result = {
-        "command": " ".join(["python", "benchmarks/heads.py", *(a for a in sys.argv[1:] if a not in ("--json", path))]),
-        "card": card,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **_facts(path),
         "model": model,
         "tokens": tokens,
         "prompts": {name: len(ids_of) for name, ids_of in prompts.items()},
