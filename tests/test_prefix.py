@@ -193,7 +193,7 @@ def test_random_traffic_in_a_full_pool_gets_its_solo_answers(
         )
         engine.scheduler.lengths = Optimist()
         live: list[tuple[int, Request]] = []
-        for _ in range(50):
+        for _ in range(70):
             roll = rng.random()
             if roll < 0.35:
                 s = rng.randrange(24)
