@@ -1,4 +1,4 @@
-"""Triton's interpreter, three times as fast. At every operation it does again what can't change; results stay the same.
+"""Triton's interpreter, faster: what it does again and again though it can't change, is done once. Same results.
 
 - At every call of a kernel, and of every function that a kernel calls, it goes through all attributes of Triton's
   modules for the ones to replace.
