@@ -125,11 +125,11 @@ def main(model: str, drafter: str, rates: str, max_num_seqs: int, path: str | No
     engines = {"off": off.engine, "on": on.engine}
     for engine in engines.values():
         warm_up(engine, length)
+    for rate in rates.split(","):  # a first time, for what the loads make a GPU compile and capture
+        compare(engines, tokens, float(rate))
     rows = []
     for rate in rates.split(","):
-        for _ in range(2):  # what the first run compiles and captures, the second one finds
-            row = compare(engines, tokens, float(rate))
-        rows.append(row)
+        rows.append(compare(engines, tokens, float(rate)))
         if path:  # what is known so far
             with open(path, "w", encoding="utf-8") as file:
                 json.dump({**_facts(model, on.engine), "rows": rows}, file, indent=1)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from specdec.errors import ConfigError
 
-SCALE_DTYPE = torch.float16
-MAX_SCALE = 65504.0
-"""Largest number of that dtype: larger scales and zero points stop there."""
+SCALE_DTYPE = torch.bfloat16
+"""A code has eight bits and so has a scale: their product is exact in fp32, and one bf16 multiplication rounds it as
+well as fp32 would. To the codes it makes no difference that the scale was rounded first: they are of what it became."""
+MAX_SCALE = torch.finfo(SCALE_DTYPE).max
+"""Largest number of that dtype: scales and zero points of infinite values stop there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class QuantizedPages:
 
     Args:
         codes: [num_blocks, block_size, num_kv_heads, code width] uint8.
-        scales: [num_blocks, block_size, num_kv_heads, S] fp16: a scale a group, then a zero point a group.
+        scales: [num_blocks, block_size, num_kv_heads, S] bf16: a scale a group, then a zero point a group.
         format: how they are to be read.
     """
 
@@ -149,7 +151,7 @@ def quantize(x: Tensor, how: KVFormat) -> tuple[Tensor, Tensor]:
         how: the format, its group decided.
 
     Returns:
-        codes [..., code width] uint8 and scales [..., S] fp16, as in `QuantizedPages`.
+        codes [..., code width] uint8 and scales [..., S] bf16, as in `QuantizedPages`.
     """
     x = _in_groups(x.float().contiguous(), how)
     zero = x.amin(-1, keepdim=True).clamp(-MAX_SCALE, MAX_SCALE).to(SCALE_DTYPE) if how.zero_point else None

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from specdec.kernels.formats import FORMATS, Pages, QuantizedPages
+from specdec.kernels.formats import FORMATS, SCALE_DTYPE, Pages, QuantizedPages
 from specdec.kernels.gpu import attention, linear
 from specdec.kernels.work import uniform_work
 
@@ -75,7 +75,7 @@ def pages_of(pages_format: str | None, kv_heads: int, dim: int, dtype: torch.dty
     return [
         QuantizedPages(
             torch.zeros(1, 16, kv_heads, how.code_width(dim), dtype=torch.uint8),
-            torch.zeros(1, 16, kv_heads, how.num_scales(dim), dtype=torch.float16),
+            torch.zeros(1, 16, kv_heads, how.num_scales(dim), dtype=SCALE_DTYPE),
             how,
         )
         for _ in "kv"

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import Tensor
 
 from specdec.kernels import rope, spread, write
-from specdec.kernels.formats import FORMATS, QuantizedPages
+from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages
 from specdec.kernels.gpu import rope as gpu_rope
 from specdec.kernels.gpu import spread as gpu_spread
 from specdec.models.cachecheck import check_cache
@@ -43,7 +43,7 @@ def empty_pages(name: str, dim: int, slots: int) -> list[QuantizedPages]:
     return [
         QuantizedPages(
             torch.zeros(1, slots, KV_HEADS, how.code_width(dim), dtype=torch.uint8, device=DEVICE),
-            torch.zeros(1, slots, KV_HEADS, how.num_scales(dim), dtype=torch.float16, device=DEVICE),
+            torch.zeros(1, slots, KV_HEADS, how.num_scales(dim), dtype=SCALE_DTYPE, device=DEVICE),
             how,
         )
         for _ in "kv"

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.formats import Pages
+from specdec.kernels.gpu.unpack import PACKED, unpack4, unpack8
 
 
 class PagePointers(NamedTuple):
@@ -46,24 +47,18 @@ def load_values(pages, row, ok, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: t
         GROUP: tl.constexpr = BLOCK_D if pages.group == D else pages.group
         GROUPS: tl.constexpr = D // pages.group
         BLOCK_G: tl.constexpr = BLOCK_D // GROUP
-        if pages.kind == "int4":
-            codes = _load(pages.codes, row, ok, D // 2, BLOCK_D // 2, 0)
-            x = _to_float(tl.interleave(codes & 15, codes >> 4), 0.0)
-        elif pages.kind == "fp8" or pages.kind == "fp8_e4m3":
-            x = _from_float8(_load(pages.codes, row, ok, D, BLOCK_D, 0), 4 if pages.kind == "fp8" else 3)
-        else:
-            tl.static_assert(pages.kind == "int8", "a format without code here")
-            x = _to_float(_load(pages.codes, row, ok, D, BLOCK_D, 0) ^ 0x80, 128.0)
-        x = tl.reshape(x, [M, BLOCK_G, GROUP])
+        scale = _load_scales(pages.scales, row * 2 if pages.kind == "int4" else row, ok, GROUPS, BLOCK_G)
         if pages.kind == "int4":  # the rows of scales are twice as wide: zero points stand behind
-            scale = _load(pages.scales, row * 2, ok, GROUPS, BLOCK_G, 0.0).to(tl.float32)
-            zero = _load(pages.scales, row * 2 + 1, ok, GROUPS, BLOCK_G, 0.0).to(tl.float32)
-            x = x * scale[:, :, None] + zero[:, :, None]
+            codes = tl.reshape(_load(pages.codes, row, ok, D // 2, BLOCK_D // 2, 0), [M, BLOCK_G, GROUP // 2])
+            zero = _load_scales(pages.scales, row * 2 + 1, ok, GROUPS, BLOCK_G)
+            low, high = _from_int4(codes, scale[:, :, None], zero[:, :, None], dtype)
+            x = tl.interleave(low, high)
         else:
-            x = x * _load(pages.scales, row, ok, GROUPS, BLOCK_G, 0.0).to(tl.float32)[:, :, None]
+            codes = tl.reshape(_load(pages.codes, row, ok, D, BLOCK_D, 0), [M, BLOCK_G, GROUP])
+            x = _from_code(codes, scale[:, :, None], pages.kind, dtype)
         # A sum of one value each. Where the compiler sees that a product's operand was loaded as bytes, it takes the
         # values of a row in another order, and in some kernels only: rows would have other bits in each of them.
-        return tl.sum(tl.reshape(x.to(dtype), [M, BLOCK_D, 1]), 2)
+        return tl.sum(tl.reshape(x, [M, BLOCK_D, 1]), 2)
 
 
 @triton.jit
@@ -80,7 +75,7 @@ def store_values(pages, row, ok, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
         x = tl.reshape(tl.where(inside, x, 0.0).to(tl.float32), [M, BLOCK_G, GROUP])
         if pages.kind == "int4":
             zero = _to_scale(tl.min(x, 2))
-            x = x - zero.to(tl.float32)[:, :, None]
+            x = x - zero[:, :, None]
             scale = _to_scale(tl.maximum(tl.max(x, 2), 0.0) * (1.0 / 15.0))
             codes = tl.reshape(_round(_divide(x, scale, 0.0, 15.0)), [M, BLOCK_D // 2, 2])
             low, high = tl.split(codes)
@@ -107,6 +102,24 @@ def _load(ptr, row, ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, other: tl.cons
 
 
 @triton.jit
+def _load_scales(ptr, row, ok, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Rows of scales: [M, BLOCK_G] bf16. In words, two scales each, since less isn't loaded ahead of its tile."""
+    if GROUPS == 1:  # of two rows, and pages hold an even number
+        words = _load(ptr.to(tl.pointer_type(tl.uint32), bitcast=True), row // 2, ok, 1, 1, 0)
+        return _low_half(words >> (row % 2 * 16).to(tl.uint32)[:, None])
+    elif GROUPS % 2 == 0:
+        words = _load(ptr.to(tl.pointer_type(tl.uint32), bitcast=True), row, ok, GROUPS // 2, BLOCK_G // 2, 0)
+        return tl.interleave(_low_half(words), _low_half(words >> 16))
+    else:
+        return _load(ptr, row, ok, GROUPS, BLOCK_G, 0.0)
+
+
+@triton.jit
+def _low_half(words):
+    return words.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _store(ptr, row, ok, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     mask = ok[:, None] & (at < WIDTH)[None, :]
@@ -115,20 +128,46 @@ def _store(ptr, row, ok, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _to_scale(x):
-    return tl.clamp(x, -65504.0, 65504.0).to(tl.float16)  # MAX_SCALE
+    """The nearest bf16, ties to even, in fp32. By hand, since the interpreter's conversion cuts bits off."""
+    bits = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38).to(tl.int32, bitcast=True)  # MAX_SCALE
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _divide(x, scale, LOWEST: tl.constexpr, LARGEST: tl.constexpr):
     """Values [M, groups, group] by scales [M, groups], within the codes' bounds."""
-    wide = scale.to(tl.float32)
-    return tl.clamp(tl.div_rn(x, tl.where(wide == 0.0, 1.0, wide)[:, :, None]), LOWEST, LARGEST)
+    return tl.clamp(tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)[:, :, None]), LOWEST, LARGEST)
 
 
 @triton.jit
 def _round(x):
     """To the nearest integer, ties to even, below 2^22: the sum has no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _from_code(codes, scale, kind: tl.constexpr, dtype: tl.constexpr):
+    """Values of codes of eight bits, by scales that broadcast to them."""
+    if PACKED and dtype == tl.bfloat16:
+        x = unpack8(codes, tl.broadcast_to(scale, codes.shape), kind)
+    elif kind == "int8":
+        x = (_to_float(codes ^ 0x80, 128.0) * scale.to(tl.float32)).to(dtype)
+    else:
+        tl.static_assert(kind == "fp8" or kind == "fp8_e4m3", "a format without code here")
+        x = (_from_float8(codes, 4 if kind == "fp8" else 3) * scale.to(tl.float32)).to(dtype)
+    return x
+
+
+@triton.jit
+def _from_int4(codes, scale, zero, dtype: tl.constexpr):
+    """Values of bytes' lower and upper halves, by scales and zero points that broadcast to them."""
+    if PACKED and dtype == tl.bfloat16:
+        low, high = unpack4(codes, tl.broadcast_to(scale, codes.shape), tl.broadcast_to(zero, codes.shape))
+    else:
+        scale, zero = scale.to(tl.float32), zero.to(tl.float32)
+        low = (_to_float(codes & 15, 0.0) * scale + zero).to(dtype)
+        high = (_to_float(codes >> 4, 0.0) * scale + zero).to(dtype)
+    return low, high
 
 
 @triton.jit
