@@ -12,23 +12,21 @@ from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
     empty,
     load_kv,
-    load_q,
     merge,
     merge_splits,
-    slots,
     split_of,
     start_of,
     store_out,
     store_state,
     update,
 )
+from specdec.kernels.gpu.scores import load_queries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "nodes"])
 def chain_kernel(
     q_ptr,
-    k_ptr,
-    v_ptr,
+    kv_pages,
     out_ptr,
     m_ptr,
     total_ptr,
@@ -39,6 +37,7 @@ def chain_kernel(
     ancestors_ptr,
     table_stride,
     num_rows,
+    nodes,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
@@ -53,23 +52,23 @@ def chain_kernel(
     SMALL: tl.constexpr,
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
-    NODES: tl.constexpr,
     MERGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One split of one tile of nodes."""
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = H // G
     ROWS: tl.constexpr = BLOCK_M // GROUP
-    TILES: tl.constexpr = (NODES + ROWS - 1) // ROWS
     wait_for_inputs(PDL)
+    tiles = (nodes + ROWS - 1) // ROWS  # of a sequence
     tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence, inside = tile_of // TILES, tile_of % TILES * ROWS
+    sequence, inside = tile_of // tiles, tile_of % tiles * ROWS
     lane = tl.arange(0, BLOCK_M)
-    row, head = sequence * NODES + inside + lane // GROUP, kv_head * GROUP + lane % GROUP
-    ok = (lane // GROUP < ROWS) & (inside + lane // GROUP < NODES)
+    row, head = sequence * nodes + inside + lane // GROUP, kv_head * GROUP + lane % GROUP
+    ok = (lane // GROUP < ROWS) & (inside + lane // GROUP < nodes)
     position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
     ancestors = tl.load(ancestors_ptr + row, mask=ok, other=0)
-    q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
+    q = load_queries(q_ptr, kv_pages[0], row, head, ok, H, D, BLOCK_D)
     position = tl.where(ancestors != 0, position, -1)  # padding sees nothing
     last = tl.max(position, 0)
     end = (last + TILE) // TILE
@@ -82,15 +81,17 @@ def chain_kernel(
             from_tile = tl.maximum(from_tile, tl.maximum(first - WINDOW + 1, 0) // TILE)
         to_tile = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
         m, total, acc = empty(BLOCK_M, BLOCK_D)
+        within = tl.arange(0, TILE) % BLOCK_SIZE
         for tile in range(from_tile, to_tile):
             key = tile * TILE + tl.arange(0, TILE)
             there = key <= last
-            slot = slots(table_at, key, there, BLOCK_SIZE)
-            k, v = load_kv(k_ptr, v_ptr, slot, there, kv_head, q.dtype, G, D, BLOCK_D)
+            k, v = load_kv(kv_pages, table_at, key, within, there, kv_head, BLOCK_SIZE, G, D, BLOCK_D)
             see = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 see = see & (key[None, :] > position[:, None] - WINDOW)
-            m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, True)
+            m, total, acc = update(
+                m, total, acc, q, kv_pages, k, v, see, scale, softcap, DTYPE, SOFTCAP, True, D, BLOCK_D
+            )
         if MERGE and count == 1:
             m_0, total_0, acc_0 = empty(BLOCK_M, BLOCK_D)
             m, total, acc = merge(m_0, total_0, acc_0, m, total, acc)
@@ -108,7 +109,7 @@ def chain_kernel(
                     tl.store(arrived_at, 0)  # for the next launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
     out_ptr,
     m_ptr,
