@@ -22,8 +22,7 @@ from specdec.errors import ConfigError
 from specdec.kernels import write
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, KVFormat, QuantizedPages, load, quantize
 from specdec.kernels.gpu.attention import tree_attention
-from specdec.kernels.gpu.pages import load_groups, load_stored, pointers, values_of
-from specdec.kernels.gpu.scores import dot_integers, load_integers
+from specdec.kernels.gpu.pages import load_values, pointers
 from specdec.kernels.gpu.write import kv_write
 from specdec.params import SamplingParams
 from tests.conftest import tiny_llama
@@ -113,8 +112,8 @@ def test_triton_stores_the_bits_of_the_definition(name: str, dim: int, group: in
 @triton.jit
 def _read_kernel(pages, out_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):  # noqa: N803
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    stored = load_stored(pages, ((row // 2 * 2).to(tl.int64), row % 2), row < ROWS - 1, D, BLOCK_D)
-    x = values_of(pages, stored, out_ptr.dtype.element_ty, D, BLOCK_D)
+    row_of = ((row // 2 * 2).to(tl.int64), row % 2)
+    x = load_values(pages, row_of, row < ROWS - 1, out_ptr.dtype.element_ty, D, BLOCK_D)
     tl.store(out_ptr + row[:, None] * BLOCK_D + d[None, :], x)
 
 
@@ -132,33 +131,6 @@ def test_triton_reads_the_values_of_the_definition(name: str, dim: int, group: i
     want = load(pages, slice(None), dtype).view(32, dim)
     assert torch.equal(got[:31, :dim], want[:31])
     assert not bool(got[31].any()) and not bool(got[:, dim:].any())
-
-
-@triton.jit
-def _meet_kernel(q_ptr, pages, out_ptr, D: tl.constexpr, ROWS: tl.constexpr):  # noqa: N803
-    row = tl.arange(0, ROWS)
-    q = load_integers(q_ptr, row, row * 0, row < ROWS - 1, 1, D, pages.group)
-    k = load_groups(pages, ((row // 2 * 2).to(tl.int64), row % 2), row < ROWS - 1, D)
-    out = dot_integers(q, k, D // pages.group)
-    tl.store(out_ptr + row[:, None] * ROWS + row[None, :], out)
-
-
-@pytest.mark.parametrize(("dim", "group"), [(64, 64), (96, 32), (128, 64), (256, 128)])
-def test_queries_meet_int8_keys_in_integers(dim: int, group: int) -> None:
-    """As the fp64 product, but for what queries are off by: half of the 16256th part of their largest value."""
-    how, rng = FORMATS["int8"].of_head_dim(dim, group), torch.Generator().manual_seed(0)
-    q, x = (torch.randn(32, dim, generator=rng) * 2 ** torch.randint(-8, 8, (32, 1), generator=rng) for _ in range(2))
-    q[:, 3] *= 50
-    q[5] = 0
-    codes, scales = (part.view(1, 16, 2, -1).to(DEVICE) for part in quantize(x, how))
-    pages = QuantizedPages(codes, scales, how)
-    got = torch.full((32, 32), torch.nan, device=DEVICE)
-    _meet_kernel[(1,)](q.to(DEVICE), pointers(pages), got, dim, 32, enable_fp_fusion=False)
-    k = load(pages, slice(None), torch.float64).view(32, dim).cpu()
-    want, got = q.double() @ k.T, got.double().cpu()
-    bound = q.abs().amax(1, keepdim=True) / 16256 * (0.5 + 1e-3) * k.abs().sum(1) + want.abs() * 2**-22
-    assert bool(((got - want).abs() <= bound)[:31, :31].all())
-    assert not bool(got[31].any()) and not bool(got[:, 31].any()) and not bool(got[5].any())
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
@@ -261,8 +233,7 @@ import re
 from tests.hopper import COMPILED, attend
 for name in (None, "int8", "int4"):
     attend(name, 1, chains=True)
-order = re.compile(r"xbf16, #ttg.dot_op<{opIdx = ., parent = #mma., kWidth = (.)}")
-print(*(order.findall(made["ttgir"].replace("#mma,", "#mma0,")) for _, made in COMPILED), sep=chr(10))
+print(*(re.findall(r"kWidth = (\\d+)", made["ttgir"]) for _, made in COMPILED), sep=chr(10))
 """)
     assert [set(order) for order in orders] == [{"2"}] * 3
 

@@ -88,7 +88,7 @@ def tree_attention(
     factors = (scale, 0.0 if softcap is None else softcap)
     call = _Call(
         q,
-        (pointers(k_pages, q.dtype), pointers(v_pages)),
+        (pointers(k_pages), pointers(v_pages)),
         num_kv_heads,
         torch.empty_like(q),
         work,
@@ -108,7 +108,7 @@ def tree_attention(
 def _run_chunks(call: _Call) -> None:
     work = call.work
     chunk_kernel[(len(work.chunk_tiles), call.num_kv_heads)](
-        call.q, call.pages, call.out, work.chunk_tiles, work.block_table, work.positions, work.block_table.stride(0),
+        call.q, *call.pages, call.out, work.chunk_tiles, work.block_table, work.positions, work.block_table.stride(0),
         *call.factors, BLOCK_M=work.chunk_block, num_warps=8 if work.chunk_block >= 128 else 4, num_stages=2,
         **call.shape,
     )  # fmt: skip
@@ -118,12 +118,12 @@ def _run_trees(call: _Call) -> None:
     work, table, num_nodes = call.work, call.work.block_table, len(call.work.tree_rows)
     state, splits = _states(call)
     context_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
-        call.q, call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
+        call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
         num_nodes, *call.factors, BLOCK_M=work.tree_block, num_warps=4, num_stages=2, **call.shape,
     )  # fmt: skip
     programs = num_nodes * call.num_kv_heads
     tail_kernel[(num_nodes, call.num_kv_heads)](
-        call.q, call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
+        call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
         work.positions, work.ancestors, table.stride(0), num_nodes, *call.factors, BLOCK_M=call.group_block,
         num_warps=4 if programs <= 256 else 2, num_stages=1, **call.shape,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
     state, splits = _states(call)
     merges = work.tree_block <= MERGED_ROWS
     chain_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
-        call.q, call.pages, call.out, *state, arrived, work.block_table, work.positions, work.ancestors,
+        call.q, *call.pages, call.out, *state, arrived, work.block_table, work.positions, work.ancestors,
         work.block_table.stride(0), num_rows, work.nodes_per_sequence, *call.factors, MERGE=merges,
         BLOCK_M=work.tree_block, num_warps=4, num_stages=2, **call.shape,
     )  # fmt: skip

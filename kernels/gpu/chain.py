@@ -12,6 +12,7 @@ from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
     empty,
     load_kv,
+    load_q,
     merge,
     merge_splits,
     split_of,
@@ -20,13 +21,13 @@ from specdec.kernels.gpu.online import (
     store_state,
     update,
 )
-from specdec.kernels.gpu.scores import load_queries
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "nodes"])
 def chain_kernel(
     q_ptr,
-    kv_pages,
+    k_ptr,
+    v_ptr,
     out_ptr,
     m_ptr,
     total_ptr,
@@ -56,7 +57,6 @@ def chain_kernel(
     PDL: tl.constexpr,
 ):
     """One split of one tile of nodes."""
-    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = H // G
     ROWS: tl.constexpr = BLOCK_M // GROUP
     wait_for_inputs(PDL)
@@ -68,7 +68,7 @@ def chain_kernel(
     ok = (lane // GROUP < ROWS) & (inside + lane // GROUP < nodes)
     position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
     ancestors = tl.load(ancestors_ptr + row, mask=ok, other=0)
-    q = load_queries(q_ptr, kv_pages[0], row, head, ok, H, D, BLOCK_D)
+    q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
     position = tl.where(ancestors != 0, position, -1)  # padding sees nothing
     last = tl.max(position, 0)
     end = (last + TILE) // TILE
@@ -85,13 +85,11 @@ def chain_kernel(
         for tile in range(from_tile, to_tile):
             key = tile * TILE + tl.arange(0, TILE)
             there = key <= last
-            k, v = load_kv(kv_pages, table_at, key, within, there, kv_head, BLOCK_SIZE, G, D, BLOCK_D)
+            k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
             see = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 see = see & (key[None, :] > position[:, None] - WINDOW)
-            m, total, acc = update(
-                m, total, acc, q, kv_pages, k, v, see, scale, softcap, DTYPE, SOFTCAP, True, D, BLOCK_D
-            )
+            m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, True)
         if MERGE and count == 1:
             m_0, total_0, acc_0 = empty(BLOCK_M, BLOCK_D)
             m, total, acc = merge(m_0, total_0, acc_0, m, total, acc)

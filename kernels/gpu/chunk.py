@@ -4,14 +4,14 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.gpu.launch import wait_for_inputs
-from specdec.kernels.gpu.online import empty, load_kv, merge, split_of, start_of, store_out, update
-from specdec.kernels.gpu.scores import load_queries
+from specdec.kernels.gpu.online import empty, load_kv, load_q, merge, split_of, start_of, store_out, update
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def chunk_kernel(
     q_ptr,
-    kv_pages,
+    k_ptr,
+    v_ptr,
     out_ptr,
     tiles_ptr,
     table_ptr,
@@ -34,7 +34,6 @@ def chunk_kernel(
     PDL: tl.constexpr,
 ):
     """One tile of rows."""
-    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = H // G
     wait_for_inputs(PDL)
     tile_at = tiles_ptr + tl.program_id(0) * 3
@@ -44,7 +43,7 @@ def chunk_kernel(
     row, head, ok = first + lane // GROUP, kv_head * GROUP + lane % GROUP, lane // GROUP < count
     position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
     start, last = tl.load(positions_ptr + first).to(tl.int32), tl.max(position, 0)
-    q = load_queries(q_ptr, kv_pages[0], row, head, ok, H, D, BLOCK_D)
+    q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
     table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
     lowest = start * 0
     if WINDOW > 0:
@@ -59,12 +58,10 @@ def chunk_kernel(
         for tile in range(from_tile, to_tile):
             key = tile * TILE + tl.arange(0, TILE)
             there = key <= last
-            k, v = load_kv(kv_pages, table_at, key, within, there, kv_head, BLOCK_SIZE, G, D, BLOCK_D)
+            k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
             see = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 see = see & (key[None, :] > position[:, None] - WINDOW)
-            m_of, total_of, acc_of = update(
-                m_of, total_of, acc_of, q, kv_pages, k, v, see, scale, softcap, DTYPE, SOFTCAP, True, D, BLOCK_D
-            )
+            m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see, scale, softcap, SOFTCAP, True)
         m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
     store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)

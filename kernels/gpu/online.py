@@ -13,8 +13,7 @@ Sources: Dao, "FlashAttention-2" (2023); split keys as in Flash-Decoding (2023).
 import triton
 import triton.language as tl
 
-from specdec.kernels.gpu.pages import load_stored, values_of
-from specdec.kernels.gpu.scores import load_keys, scores
+from specdec.kernels.gpu.pages import load_values
 
 SMALL_SPLIT, NUM_SMALL, LARGE_SPLIT = 128, 16, 1024
 """The first 16 splits hold 128 positions each, the others 1,024: short contexts need parallel programs, long ones few
@@ -54,15 +53,9 @@ def empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def update(
-    m, total, acc, q, kv_pages, k, v, see, scale, softcap, dtype: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One more tile of keys and values as `load_kv` gives them; queries are as `load_queries` gives them.
-
-    The state is the maximum [M], the sum of weights [M, 16] and the weighted values [M, D].
-    """
-    s = scores(q, kv_pages[0], k, dtype, D, BLOCK_D)  # [M, TILE]
+def update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
+    """One more tile of keys: maximum [M], sum of weights [M, 16], weighted values [M, D]."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, TILE]
     if SOFTCAP:
         x = s * scale / softcap
         s = softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)) * 1.4426950408889634
@@ -72,12 +65,11 @@ def update(
         s = tl.where(see, s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
     finite = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(s - finite[:, None]).to(dtype)
+    p = tl.exp2(s - finite[:, None]).to(v.dtype)
     keep = tl.exp2(m - finite)
-    ones = tl.full([p.shape[1], 16], 1.0, dtype)
+    ones = tl.full([p.shape[1], 16], 1.0, v.dtype)
     total = tl.dot(p, ones, total * keep[:, None], input_precision="ieee")
-    values = values_of(kv_pages[1], v, dtype, D, BLOCK_D)
-    acc = tl.dot(p, values, acc * keep[:, None], input_precision="ieee")
+    acc = tl.dot(p, v, acc * keep[:, None], input_precision="ieee")
     return top, total, acc
 
 
@@ -93,18 +85,26 @@ def merge(m, total, acc, m_next, total_next, acc_next):
 
 
 @triton.jit
+def load_q(q_ptr, row, head, ok, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Queries of rows and heads: [M, D], 0 where not ok."""
+    d = tl.arange(0, BLOCK_D)
+    at = (row.to(tl.int64) * H + head)[:, None] * D + d[None, :]
+    return tl.load(q_ptr + at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def load_kv(
-    kv_pages, table_ptr, key, within, ok, head,
+    k_ptr, v_ptr, table_ptr, key, within, ok, head, dtype: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values as they are stored in a pair of `PagePointers`, 0 where not ok.
+    """Keys and values from `PagePointers`: [TILE, D] each, 0 where not ok.
 
     `key` [TILE] are places under a block table, `within` [TILE] those in their blocks: whole tiles have the same ones
     again and again.
     """
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=ok, other=0).to(tl.int64)
     row = (block * (BLOCK_SIZE * G), within * G + head)
-    return load_keys(kv_pages[0], row, ok, D, BLOCK_D), load_stored(kv_pages[1], row, ok, D, BLOCK_D)
+    return load_values(k_ptr, row, ok, dtype, D, BLOCK_D), load_values(v_ptr, row, ok, dtype, D, BLOCK_D)
 
 
 @triton.jit

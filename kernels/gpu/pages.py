@@ -7,7 +7,6 @@ block starts, int64, and what stays the same from tile to tile, int32.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,74 +23,45 @@ class PagePointers(NamedTuple):
         scales: pointer to scales and zero points; unused in native pages.
         kind: constexpr, the format's name, or "native".
         group: constexpr, values that share a scale; 0 in native pages.
-        integers: constexpr, whether queries meet these keys in integers, see `gpu/scores.py`.
     """
 
     codes: Any
     scales: Any
     kind: Any
     group: Any
-    integers: Any
 
 
-def pointers(pages: Pages, dtype: torch.dtype | None = None) -> PagePointers:
-    """Return pages as kernels take them; `dtype` is that of the queries that meet them, if they are keys."""
+def pointers(pages: Pages) -> PagePointers:
+    """Return pages as kernels take them."""
     if isinstance(pages, Tensor):
-        return PagePointers(pages, pages, *(tl.constexpr(part) for part in ("native", 0, False)))
-    name, group = pages.format.name, pages.format.group
-    integers = name == "int8" and group >= 32 and dtype == torch.bfloat16 and PACKED.value
-    return PagePointers(pages.codes, pages.scales, *(tl.constexpr(part) for part in (name, group, integers)))
+        return PagePointers(pages, pages, tl.constexpr("native"), tl.constexpr(0))
+    return PagePointers(pages.codes, pages.scales, tl.constexpr(pages.format.name), tl.constexpr(pages.format.group))
 
 
 @triton.jit
-def load_stored(pages, row, ok, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What is stored in rows [M], a tuple that `values_of` takes: values; or codes, scales and zero points."""
+def load_values(pages, row, ok, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Values of rows [M] in the dtype that is computed in: [M, BLOCK_D], 0 where not ok and behind D."""
     if pages.kind == "native":
-        return (_load(pages.codes, row, ok, D, BLOCK_D, 0.0),)
+        return _load(pages.codes, row, ok, D, BLOCK_D, 0.0)
     else:
+        M: tl.constexpr = ok.shape[0]
         GROUPS: tl.constexpr = D // pages.group
         BLOCK_G: tl.constexpr = 1 if GROUPS == 1 else BLOCK_D // pages.group
         if pages.kind == "int4":  # the rows of scales are twice as wide: zero points stand behind
-            codes = _load(pages.codes, row, ok, D // 2, BLOCK_D // 2, 0)
-            far, near = row[0] * 2, row[1] * 2
-            scale = _load_scales(pages.scales, (far, near), ok, GROUPS, BLOCK_G)
-            return codes, scale, _load_scales(pages.scales, (far, near + 1), ok, GROUPS, BLOCK_G)
-        else:
-            codes = _load(pages.codes, row, ok, D, BLOCK_D, 0)
-            return codes, _load_scales(pages.scales, row, ok, GROUPS, BLOCK_G)
-
-
-@triton.jit
-def values_of(pages, stored, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What that is worth in the dtype that is computed in: [M, BLOCK_D], 0 where a row isn't ok and behind D."""
-    if pages.kind == "native":
-        return stored[0]
-    else:
-        M: tl.constexpr = stored[0].shape[0]
-        BLOCK_G: tl.constexpr = stored[1].shape[1]
-        scale = stored[1][:, :, None]
-        if pages.kind == "int4":
-            codes = tl.reshape(stored[0], [M, BLOCK_G, BLOCK_D // BLOCK_G // 2])
-            low, high = _from_int4(codes, scale, stored[2][:, :, None], dtype)
+            codes = tl.reshape(
+                _load(pages.codes, row, ok, D // 2, BLOCK_D // 2, 0), [M, BLOCK_G, BLOCK_D // BLOCK_G // 2]
+            )
+            scale = _load_scales(pages.scales, (row[0] * 2, row[1] * 2), ok, GROUPS, BLOCK_G)
+            zero = _load_scales(pages.scales, (row[0] * 2, row[1] * 2 + 1), ok, GROUPS, BLOCK_G)
+            low, high = _from_int4(codes, scale[:, :, None], zero[:, :, None], dtype)
             x = tl.interleave(low, high)
         else:
-            x = _from_code(tl.reshape(stored[0], [M, BLOCK_G, BLOCK_D // BLOCK_G]), scale, pages.kind, dtype)
+            codes = tl.reshape(_load(pages.codes, row, ok, D, BLOCK_D, 0), [M, BLOCK_G, BLOCK_D // BLOCK_G])
+            scale = _load_scales(pages.scales, row, ok, GROUPS, BLOCK_G)
+            x = _from_code(codes, scale[:, :, None], pages.kind, dtype)
         # A sum of one value each. Where the compiler sees that a product's operand was loaded as bytes, it takes the
         # values of a row in another order, and in some kernels only: rows would have other bits in each of them.
         return tl.sum(tl.reshape(x, [M, BLOCK_D, 1]), 2)
-
-
-@triton.jit
-def load_groups(pages, row, ok, D: tl.constexpr):
-    """Of each group of rows [M] of int8 pages the codes [M, group], and the scales [M] in fp32; 0 where not ok."""
-    at = tl.arange(0, pages.group)
-    inside = (row[1] * D)[:, None] + at[None, :]
-    codes = pages.codes.to(tl.pointer_type(tl.int8), bitcast=True) + (row[0] * D)[:, None] + inside
-    parts = ()
-    for g in tl.static_range(D // pages.group):
-        part = tl.load(codes + g * pages.group, mask=ok[:, None], other=0)
-        parts = parts + (part, _load_scale(pages.scales, row, ok, g, D // pages.group).to(tl.float32))
-    return parts
 
 
 @triton.jit
@@ -138,27 +108,14 @@ def _load(ptr, row, ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, other: tl.cons
 @triton.jit
 def _load_scales(ptr, row, ok, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
     """Rows of scales: [M, BLOCK_G] bf16. In words, two scales each, since less isn't loaded ahead of its tile."""
-    if GROUPS == 1:
-        return _load_scale(ptr, row, ok, 0, GROUPS)[:, None]
+    if GROUPS == 1:  # a word is of two rows, and blocks hold an even number
+        word = _load(ptr.to(tl.pointer_type(tl.uint32), bitcast=True), (row[0] // 2, row[1] // 2), ok, 1, 1, 0)
+        return _low_half(word >> (row[1] % 2 * 16).to(tl.uint32)[:, None])
     elif GROUPS % 2 == 0:
         words = _load(ptr.to(tl.pointer_type(tl.uint32), bitcast=True), row, ok, GROUPS // 2, BLOCK_G // 2, 0)
         return tl.interleave(_low_half(words), _low_half(words >> 16))
     else:
         return _load(ptr, row, ok, GROUPS, BLOCK_G, 0.0)
-
-
-@triton.jit
-def _load_scale(ptr, row, ok, group: tl.constexpr, GROUPS: tl.constexpr):
-    """The scales of one group: [M] bf16."""
-    words = ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-    if GROUPS == 1:  # a word is of two rows, and blocks hold an even number
-        word = tl.load(words + row[0] // 2 + row[1] // 2, mask=ok, other=0)
-        return _low_half(word >> (row[1] % 2 * 16).to(tl.uint32))
-    elif GROUPS % 2 == 0:
-        word = tl.load(words + row[0] * (GROUPS // 2) + (row[1] * (GROUPS // 2) + group // 2), mask=ok, other=0)
-        return _low_half(word >> (group % 2 * 16))
-    else:
-        return tl.load(ptr + row[0] * GROUPS + (row[1] * GROUPS + group), mask=ok, other=0.0)
 
 
 @triton.jit

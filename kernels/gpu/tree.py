@@ -13,6 +13,7 @@ from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
     empty,
     load_kv,
+    load_q,
     load_state,
     merge,
     merge_splits,
@@ -22,13 +23,13 @@ from specdec.kernels.gpu.online import (
     store_state,
     update,
 )
-from specdec.kernels.gpu.scores import load_queries
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_nodes"])
 def context_kernel(
     q_ptr,
-    kv_pages,
+    k_ptr,
+    v_ptr,
     m_ptr,
     total_ptr,
     acc_ptr,
@@ -55,7 +56,6 @@ def context_kernel(
     PDL: tl.constexpr,
 ):
     """One split of one tile of nodes."""
-    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = H // G
     wait_for_inputs(PDL)
     tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -66,7 +66,7 @@ def context_kernel(
     if start_of(split, SMALL, NUM, LARGE) <= shared:
         lane = tl.arange(0, BLOCK_M)
         row, head, ok = first + lane // GROUP, kv_head * GROUP + lane % GROUP, lane // GROUP < count
-        q = load_queries(q_ptr, kv_pages[0], row, head, ok, H, D, BLOCK_D)
+        q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
         table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
         from_tile = start_of(split, SMALL, NUM, LARGE)
         if WINDOW > 0:
@@ -78,13 +78,11 @@ def context_kernel(
         for tile in range(from_tile, to_tile):
             key = tile * TILE + tl.arange(0, TILE)
             there = key >= 0
-            k, v = load_kv(kv_pages, table_at, key, within, there, kv_head, BLOCK_SIZE, G, D, BLOCK_D)
+            k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
             see = there[None, :]
             if WINDOW > 0:
                 see = key[None, :] > position[:, None] - WINDOW
-            m, total, acc = update(
-                m, total, acc, q, kv_pages, k, v, see, scale, softcap, DTYPE, SOFTCAP, WINDOW > 0, D, BLOCK_D
-            )
+            m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, WINDOW > 0)
         node = tl.load(tile_at + 3) + lane // GROUP
         store_state(m_ptr, total_ptr, acc_ptr, split, num_nodes, node, head, ok, m, total, acc, H, D, BLOCK_D)
 
@@ -101,7 +99,7 @@ def _path_keys(position, context, ancestors):
 
 @triton.jit
 def _load_path(
-    kv_pages, table_at, tile, position, context, ancestors, kv_head,
+    k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head, dtype: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -113,14 +111,15 @@ def _load_path(
     key = at
     if (ancestors & (ancestors + 1)) != 0:  # else it is a chain, whose nodes stand in their order
         key = _path_keys(at, context, ancestors)
-    k, v = load_kv(kv_pages, table_at, key, key % BLOCK_SIZE, see, kv_head, BLOCK_SIZE, G, D, BLOCK_D)
+    k, v = load_kv(k_ptr, v_ptr, table_at, key, key % BLOCK_SIZE, see, kv_head, dtype, BLOCK_SIZE, G, D, BLOCK_D)
     return k, v, see
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_nodes"])
 def tail_kernel(
     q_ptr,
-    kv_pages,
+    k_ptr,
+    v_ptr,
     out_ptr,
     m_ptr,
     total_ptr,
@@ -150,7 +149,6 @@ def tail_kernel(
     PDL: tl.constexpr,
 ):
     """The rest of the keys of one node, and all its splits."""
-    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = H // G
     wait_for_inputs(PDL)
     node_of, kv_head = tl.program_id(0), tl.program_id(1)
@@ -160,12 +158,12 @@ def tail_kernel(
     ancestors = tl.load(ancestors_ptr + row_of)
     lane = tl.arange(0, BLOCK_M)
     row, node, head, ok = row_of + lane * 0, node_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
-    q = load_queries(q_ptr, kv_pages[0], row, head, ok, H, D, BLOCK_D)
+    q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
     table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
     shared = context // TILE
     # The first tile's keys are under way while the splits before are merged.
-    k, v, see = _load_path(kv_pages, table_at, shared, position, context, ancestors, kv_head,
-                           WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
+    k, v, see = _load_path(k_ptr, v_ptr, table_at, shared, position, context, ancestors, kv_head,
+                           q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
     last_split = split_of(shared, SMALL, NUM, LARGE)
     live = ok & (ancestors != 0)  # nobody may have put down a state of padding
     m_of, total_of, acc_of = load_state(
@@ -177,17 +175,13 @@ def tail_kernel(
     m, total, acc = merge_splits(
         m_ptr, total_ptr, acc_ptr, first_split, last_split, num_nodes, node, head, live, H, D, BLOCK_M, BLOCK_D
     )
-    m_of, total_of, acc_of = update(
-        m_of, total_of, acc_of, q, kv_pages, k, v, see[None, :], scale, softcap, DTYPE, SOFTCAP, True, D, BLOCK_D
-    )
+    m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
     for tile in range(shared + 1, position // TILE + 1):
         if start_of(split_of(tile, SMALL, NUM, LARGE), SMALL, NUM, LARGE) == tile:
             m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
             m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
-        k, v, see = _load_path(kv_pages, table_at, tile, position, context, ancestors, kv_head,
-                               WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
-        m_of, total_of, acc_of = update(
-            m_of, total_of, acc_of, q, kv_pages, k, v, see[None, :], scale, softcap, DTYPE, SOFTCAP, True, D, BLOCK_D
-        )
+        k, v, see = _load_path(k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head,
+                               q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
+        m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
     m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
     store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)
