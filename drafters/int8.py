@@ -24,6 +24,7 @@ INPUT_MAX = 63
 """The largest magnitude of a quantized input. One bit less than there is, because CPUs without VNNI add two products of
 a byte and a byte in 16 bits, which those of whole bytes would overflow."""
 
+_PACK = "linear_prepack"
 _PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
 _LEAST = 1e-30  # scales stay above it, so that rows of zeros have one
 
@@ -32,17 +33,13 @@ def has_int8(weight: Tensor) -> bool:
     """Return whether products with a weight are taken in int8: it is fp32 on a CPU, and torch has them here.
 
     Args:
-        weight: of any device and dtype.
+        weight: any; of a class of its own, as torchao's are, it isn't taken, for it holds something else than it says.
     """
-    wanted = weight.device.type == "cpu" and weight.dtype == torch.float32
-    ops = torch.ops.quantized
-    return (
-        wanted
-        and torch.backends.quantized.engine in ENGINES
-        and hasattr(torch, "quantize_per_channel")
-        and hasattr(ops, "linear_prepack")
-        and hasattr(ops, _PRODUCT)
-    )
+    plain = type(weight) in (Tensor, nn.Parameter)
+    if not plain or weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return False
+    there = hasattr(torch, "quantize_per_channel") and all(hasattr(torch.ops.quantized, op) for op in (_PACK, _PRODUCT))
+    return there and torch.backends.quantized.engine in ENGINES
 
 
 class Int8Linear(nn.Module):
@@ -66,7 +63,7 @@ class Int8Linear(nn.Module):
             rows = torch.quantize_per_channel(
                 weight, scales, torch.zeros_like(scales, dtype=torch.int64), 0, torch.qint8
             )
-        self._packed = torch.ops.quantized.linear_prepack(rows, None)
+        self._packed = getattr(torch.ops.quantized, _PACK)(rows, None)
         self._product = getattr(torch.ops.quantized, _PRODUCT)
         self._bias = None if bias is None else bias.detach()
 

@@ -173,6 +173,14 @@ def test_a_torch_without_quantized_tensors_has_no_int8(lacking: str, monkeypatch
     assert not has_int8(torch.zeros(1))
 
 
+def test_weights_that_are_stored_otherwise_are_left_alone() -> None:
+    class Stored(Tensor):
+        """As torchao's weights, which say fp32."""
+
+    weight = random(V, H).as_subclass(Stored)
+    assert weight.dtype == torch.float32 and not has_int8(weight) and has_int8(nn.Parameter(random(3, 3)))
+
+
 @pytest.mark.parametrize("head", [Head(random(V, H), plain=False), nn.Linear(H, V, bias=False)])
 def test_heads_that_are_more_than_a_product_are_called(head: Callable[[Tensor], Tensor]) -> None:
     assert HostHeads(heads_of("medusa"), head).lm_head is head
