@@ -16,6 +16,7 @@ from specdec.drafters.choices import Choice
 from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.device_candidates import DeviceCandidates
 from specdec.drafters.hydra_heads import HydraHeads
+from specdec.drafters.int8 import HostHeads
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget
 from specdec.drafters.recurrent_heads import RecurrentHeads
 from specdec.errors import ConfigError
@@ -73,8 +74,8 @@ class HydraGuesses:
         if target.embed is None:
             raise ConfigError("Hydra heads read the target's input embeddings; give the DraftTarget its embed")
         self._heads, self._embed = heads, target.embed
-        self._lm_head = target.head_for(heads.token_ids if heads.projection is None else None)
-        self._candidates = DeviceCandidates(heads, self._lm_head)
+        self._host = HostHeads(heads, target.head_for(heads.token_ids if heads.projection is None else None))
+        self._candidates = DeviceCandidates(heads, self._host.lm_head)
         self._levels, places = _levels(choices, target.device)
         self._places = torch.tensor(places, device=target.device)
         self.num_found = 1 + sum(len(level.above) * level.num_ranks[-1] for level in self._levels)
@@ -85,7 +86,7 @@ class HydraGuesses:
         found[:, 0] = torch.tensor([query.tokens[-1] for query in queries], device=hidden.device)
 
         def find(depth: int, states: Tensor, out: Tensor) -> None:
-            logits = self._heads.project(states.flatten(0, 1)[:, None], self._lm_head, depth)  # [S P, 1, V]
+            logits = self._host.project(states.flatten(0, 1)[:, None], depth)  # [S P, 1, V]
             positions = [query.num_output + depth for query in queries]
             params = [query.params for query in queries]
             scores = coupled_scores(
@@ -130,7 +131,7 @@ class HydraGuesses:
         embedded = self._embed(found[:, level.paths[:num_paths]]).to(hidden)  # [S, P, depth + 1, H]
         above = states[:, level.above[:num_paths]].flatten(0, 1)  # [S P, H]
         read = hidden[:, None].expand(-1, num_paths, -1).flatten(0, 1)
-        return self._heads.next_states(read, embedded.flatten(0, 1), above).view(len(found), num_paths, -1)
+        return self._host.heads.next_states(read, embedded.flatten(0, 1), above).view(len(found), num_paths, -1)
 
     def _next_by_kernel(
         self, embedding: Tensor, hidden: Tensor, states: Tensor, found: Tensor, level: _Level, num_paths: int

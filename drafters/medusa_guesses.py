@@ -8,6 +8,7 @@ from torch import Tensor
 from specdec.drafters.choices import Choice
 from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.device_candidates import DeviceCandidates
+from specdec.drafters.int8 import HostHeads
 from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget
 
@@ -23,9 +24,8 @@ class MedusaGuesses:
 
     def __init__(self, heads: MedusaHeads, target: DraftTarget, choices: Sequence[Choice]) -> None:
         self._heads, self._choices = heads, choices
-        self._lm_head = target.head_for(heads.token_ids if heads.projection is None else None)
-
-        self._candidates = DeviceCandidates(heads, self._lm_head)
+        self._host = HostHeads(heads, target.head_for(heads.token_ids if heads.projection is None else None))
+        self._candidates = DeviceCandidates(heads, self._host.lm_head)
         self._num_heads, self._num_ranks = (
             max((len(choice) for choice in choices), default=0),
             1 + max((choice[-1] for choice in choices), default=0),
@@ -38,7 +38,7 @@ class MedusaGuesses:
     def on_host(self, queries: Sequence[DraftQuery], hidden: Tensor, choices: Sequence[Choice]) -> list[list[int]]:
         """Return tokens for the first choices; see `Guesses`."""
         num_heads = max(len(choice) for choice in choices)
-        logits = self._heads(hidden, self._lm_head, num_heads).float()  # [R, K', V]
+        logits = self._host.project(self._host.heads.states(hidden, num_heads=num_heads)).float()  # [R, K', V]
         params = [query.params for query in queries for _ in range(num_heads)]
         positions = [query.num_output + k for query in queries for k in range(num_heads)]
         scores = coupled_scores(logits.flatten(0, 1), params, positions, self._heads.token_ids).view_as(logits)

@@ -50,5 +50,4 @@ class RecurrentHeads(DraftHeads):
 
     def _cell(self, state: Tensor, token: Tensor) -> Tensor:
         """The next state of states [R, H] and embeddings [R, H]."""
-        up, down = self.up, self.down
-        return next_state(state, token, up.weight, up.bias, down.weight, down.bias)
+        return next_state(state, token, self.up, self.down)

@@ -3,6 +3,9 @@
 The torch reference, and the arithmetic that training shares with it.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
@@ -11,22 +14,22 @@ EPS = 2.0**-23
 """Added to the mean square, whatever the dtype and the device: the precision of float32."""
 
 
-def next_state(state: Tensor, embedded: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+def next_state(
+    state: Tensor, embedded: Tensor, up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return s + D SiLU(U [norm(s), norm(e)] + b) + c, norm being the division by the root mean square.
 
     Args:
         state: [R, H], s.
         embedded: [R, H], e: input embeddings of the tokens drafted last.
-        up: [I, 2 H], U.
-        up_bias: [I], b.
-        down: [H, I], D.
-        down_bias: [H], c.
+        up: [R, 2 H] to [R, I], U x + b.
+        down: [R, I] to [R, H], D x + c.
 
     Returns:
         [R, H].
     """
     x = torch.cat([F.rms_norm(part, part.shape[-1:], eps=EPS) for part in (state, embedded)], -1)
-    return state + F.linear(F.silu(F.linear(x, up, up_bias)), down, down_bias)
+    return state + down(F.silu(up(x)))
 
 
 def cell(
@@ -48,7 +51,10 @@ def cell(
         found: [S, M] int64, token ids.
         last: [P] int64, for each path where its last token stands in a row of `found`.
         embedding: [V, H], the input embeddings.
-        up, up_bias, down, down_bias: as for `next_state`.
+        up: [I, 2 H], U.
+        up_bias: [I], b.
+        down: [H, I], D.
+        down_bias: [H], c.
 
     Returns:
         [S, P, H].
@@ -58,7 +64,8 @@ def cell(
     """
     check_shapes(states, above, found, last, embedding, up, up_bias, down, down_bias)
     before, tokens = states[:, above].flatten(0, 1), found[:, last].flatten()
-    now = next_state(before, embedding[tokens], up, up_bias, down, down_bias)
+    products = partial(F.linear, weight=up, bias=up_bias), partial(F.linear, weight=down, bias=down_bias)
+    now = next_state(before, embedding[tokens], *products)
     return now.view(len(states), len(above), -1)
 
 

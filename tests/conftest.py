@@ -52,6 +52,12 @@ def no_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.engine.graphs.Mark.seconds_since", lambda mark, earlier: None)
 
 
+@pytest.fixture
+def no_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads draft in their own dtype on CPUs too, as they do where torch has no engine for int8."""
+    monkeypatch.setattr("specdec.drafters.int8.ENGINES", ())
+
+
 @pytest.fixture(scope="session")
 def tiny() -> PreTrainedModel:
     return tiny_llama()

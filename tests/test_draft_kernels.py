@@ -1,7 +1,10 @@
 """The kernels that draft: a recurrent head's cell, and candidates without logits, against their torch references."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from specdec.kernels import candidates as torch_candidates
@@ -67,7 +70,8 @@ def test_norms_add_the_same_in_every_dtype() -> None:
     """A state of tiny embeddings isn't shrunk, as it would be by the precision of bf16."""
     parts = weights(64, 80, torch.float32)
     tiny, ones = torch.full((1, 64), 2.0**-9), torch.ones(1, 64)
-    arguments = [part.cpu().to(torch.bfloat16) for part in parts[1:]]
+    up, up_bias, down, down_bias = (part.cpu().to(torch.bfloat16) for part in parts[1:])
+    arguments = partial(F.linear, weight=up, bias=up_bias), partial(F.linear, weight=down, bias=down_bias)
     got, want = (torch_cell.next_state(ones.bfloat16(), e.bfloat16(), *arguments) for e in (tiny, ones))
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 

@@ -17,6 +17,7 @@ from specdec.build import build_engine
 from specdec.drafters.heads import HeadsConfig, heads_kind, load_heads, make_heads, save_heads
 from specdec.drafters.hydra import HydraDrafter
 from specdec.drafters.hydra_heads import HydraHeads
+from specdec.drafters.int8 import HostHeads
 from specdec.drafters.medusa import MedusaDrafter
 from specdec.drafters.protocol import DraftQuery, DraftTarget, Observation
 from specdec.drafters.recurrent import RecurrentDrafter
@@ -153,14 +154,14 @@ def drafter_of(heads: HydraHeads | RecurrentHeads, **options: Any) -> HydraDraft
     return RecurrentDrafter(heads, target(), TREE, **options)
 
 
-def naive_tree(heads: HydraHeads | RecurrentHeads, hidden: Tensor, q: DraftQuery) -> list[int]:
+def naive_tree(host: HostHeads[Any], hidden: Tensor, q: DraftQuery) -> list[int]:
     """Tokens of `TREE`, one node at a time."""
     tokens: dict[tuple[int, ...], int] = {(): q.tokens[-1]}
     for choice in sorted(TREE, key=len):
         k = len(choice) - 1
         path = EMBEDDING[[tokens[choice[:d]] for d in range(k + 1)]]
-        states = heads.states(hidden[None], path[None], k + 1)
-        scores = heads.project(states[:, k:], target().lm_head, k)[0, 0]
+        states = host.heads.states(hidden[None], path[None], k + 1)
+        scores = host.project(states[:, k:], k)[0, 0]
         if q.params.temperature:
             noise = gumbel_noise(torch.tensor([q.params.seed]), torch.tensor([q.num_output + k]), V)[0]
             scores = scores.log_softmax(-1) / q.params.temperature + noise
@@ -171,9 +172,15 @@ def naive_tree(heads: HydraHeads | RecurrentHeads, hidden: Tensor, q: DraftQuery
 @torch.inference_mode()
 @pytest.mark.parametrize("projection", ["own", "shared"])
 @pytest.mark.parametrize(("kind", "num_layers"), [("hydra", 1), ("recurrent", 0)])
-def test_each_node_ranks_what_follows_its_own_path(kind: str, num_layers: int, projection: str) -> None:
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "fp32"])
+def test_each_node_ranks_what_follows_its_own_path(
+    kind: str, num_layers: int, projection: str, int8: bool, request: pytest.FixtureRequest
+) -> None:
+    if not int8:
+        request.getfixturevalue("no_int8")
     heads, hidden = random_heads(projection=projection, kind=kind, num_layers=num_layers), torch.randn(4, H)
-    drafter = drafter_of(heads)
+    drafter, host = drafter_of(heads), HostHeads(heads, target().lm_head)
+    assert int8 or host.heads is heads
     drafter.observe(Observation([0, 1, 2, 3], [1, 1, 1, 1], hidden))
     queries = [query(0, 2), query(1, 2, temperature=0.7), query(2, 2, 4), query(3, 2, temperature=1.5)]
     tree = drafter.propose(queries)
@@ -181,7 +188,7 @@ def test_each_node_ranks_what_follows_its_own_path(kind: str, num_layers: int, p
     assert [tree.num_nodes(b) for b in range(4)] == [9, 9, 4, 9]
     assert tree.parents_of(0) == [-1, 0, 1, 0, 2, 1, 0, 3, 7]
     for b, q in enumerate(queries):
-        assert tree.tokens_of(b) == [q.tokens[-1], *naive_tree(heads, hidden[b], q)][: q.max_nodes]
+        assert tree.tokens_of(b) == [q.tokens[-1], *naive_tree(host, hidden[b], q)][: q.max_nodes]
     alone = drafter.propose(queries[3:])
     assert alone.tokens_of(0) == tree.tokens_of(3), "whatever else runs"
 

@@ -100,7 +100,7 @@ def device_query() -> DeviceQuery:
 
 @HEADS
 @pytest.mark.parametrize(("num_nodes", "draft_vocab"), [(1, None), (2, None), (4, 31), (6, None), (6, 31)])
-def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes, draft_vocab):
+def test_heads_draft_the_same_tree_on_the_device(random_heads, num_nodes, draft_vocab, no_int8):
     model = tiny_llama(dtype=torch.float32, num_hidden_layers=1).to(DEVICE)
     drafter = random_heads(model, draft_vocab=draft_vocab)
     query = device_query()
@@ -138,7 +138,7 @@ def test_a_sure_match_takes_the_place_of_the_heads_tree():
 
 @HEADS
 @pytest.mark.parametrize("projection", ["shared", "own"])
-def test_what_kernels_cannot_take_apart_is_composed(random_heads, projection, monkeypatch):
+def test_what_kernels_cannot_take_apart_is_composed(random_heads, projection, monkeypatch, no_int8):
     """Embeddings and scores that may be more than a matrix; the drafts are the same where they are nothing more."""
     calls = []
     for module, name in ((gpu_candidates, "candidates"), (gpu_cell, "cell")):
@@ -153,7 +153,7 @@ def test_what_kernels_cannot_take_apart_is_composed(random_heads, projection, mo
     fused, *_ = drafter.draft_on_device(query, 6)
     assert ("candidates" in calls) == (random_heads is not random_medusa or projection == "shared")
     assert ("cell" in calls) == (random_heads is random_recurrent)
-    head, embed = guesses._lm_head, getattr(guesses, "_embed", None)
+    head, embed = guesses._host.lm_head, getattr(guesses, "_embed", None)
     guesses._candidates._lm_head = lambda states: head(states)
     guesses._embed = lambda ids: embed(ids)
     calls.clear()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.drafters.choices import Choice, best_first_choices, most_accepted_choices
 from specdec.drafters.draft_heads import DraftHeads
+from specdec.drafters.int8 import HostHeads
 from specdec.errors import ConfigError
 from specdec.training.accuracies import JointRanks, accuracies_of, decoding_stops, path_counts, replayed_tau
 
@@ -126,13 +127,14 @@ def draft_seconds(heads: DraftHeads, lm_head: Callable[[Tensor], Tensor]) -> flo
         heads: draft heads; Hydra's states follow one path of embeddings.
         lm_head: the base's head, as for `DraftHeads.project`.
     """
+    host = HostHeads(heads, lm_head)  # what the drafter runs
     weight = next(heads.parameters())
     hidden = torch.zeros(1, heads.config.hidden_size, device=weight.device, dtype=weight.dtype)
     following = hidden.expand(1, heads.config.num_heads, -1)
     times = []
     for _ in range(_WARMUPS + _TIMED):
         start = time.perf_counter()
-        logits = heads.project(heads.states(hidden, following), lm_head)
+        logits = host.project(host.heads.states(hidden, following))
         logits.float().topk(min(10, logits.shape[-1])).indices.cpu()  # waits for the device, as the drafter does
         times.append(time.perf_counter() - start)
     return sorted(times[_WARMUPS:])[_TIMED // 2]
