@@ -67,7 +67,8 @@ def _tree_rows_kernel(
 
 def block_of_nodes(num_nodes: int) -> int:
     """Return how many nodes a program of one warp holds: 32 at least, so that trees of any size take two kernels."""
-    return max(32, triton.next_power_of_2(num_nodes))
+    block: int = triton.next_power_of_2(max(32, num_nodes))
+    return block
 
 
 def tree_rows(
