@@ -16,6 +16,8 @@ from specdec.kernels.work import uniform_work
 
 COMPILED: list[tuple[str, dict[str, str]]] = []
 """Name of each kernel that was launched, and what was made of it: its "ttgir", its "ptx"."""
+VARIANTS: dict[str, set[str]] = {}
+"""By file and name of each kernel that was launched, the specializations that were compiled."""
 
 
 class _Driver:
@@ -40,6 +42,7 @@ _launch = JITFunction.run
 def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     compiled = _launch(kernel, *args, grid=grid, warmup=True, **options)
     COMPILED.append((kernel.__name__, compiled.asm))
+    VARIANTS.setdefault(f"{kernel.fn.__module__.split('.')[-1]}.{kernel.__name__}", set()).add(compiled.hash)
     return compiled
 
 

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from specdec.kernels.accept import Accepted, check_shapes
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.rows import block_of_nodes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "parents_row"], do_not_specialize_on_alignment=["tokens_ptr", "parents_ptr"])
 def _accept_kernel(
     tokens_ptr,
     parents_ptr,
@@ -90,7 +91,7 @@ def accept(tokens: Tensor, parents: Tensor, num_nodes: Tensor, choices: Tensor, 
         num_accepted,
         num_columns,
         parents.stride(0),
-        triton.next_power_of_2(num_columns),
+        block_of_nodes(num_columns),
         num_warps=1,
         **overlap(tokens.device),
     )

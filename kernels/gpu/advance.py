@@ -6,9 +6,10 @@ from torch import Tensor
 
 from specdec.kernels.advance import check_shapes
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.rows import block_of_nodes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "n", "emitted_row"])
 def _advance_kernel(
     history_ptr,
     lengths_ptr,
@@ -59,7 +60,7 @@ def advance(history: Tensor, lengths: Tensor, emitted: Tensor, num_accepted: Ten
         history.shape[1],
         num_columns,
         emitted.stride(0),
-        triton.next_power_of_2(num_columns),
+        block_of_nodes(num_columns),
         num_warps=1,
         **overlap(history.device),
     )

@@ -15,6 +15,7 @@ from specdec.kernels.gpu.linear import Tile, tile_at
 from specdec.kernels.gpu.sample import noise_at
 from specdec.kernels.sample import MIN_TEMPERATURE
 
+_FEW = 256  # candidates; a row of fewer takes the same kernel
 _NOTHING = tl.constexpr(-(2**63))
 """Less than the key of any column, one of -inf included."""
 
@@ -71,7 +72,10 @@ def _block_kernel(
         keys = tl.where(keys == best[:, None], _NOTHING, keys)
 
 
-@triton.jit(do_not_specialize=["num_candidates", "num_ranks", "rows_per_sequence", "out_sequence", "out_row"])
+@triton.jit(
+    do_not_specialize=["num_candidates", "num_ranks", "rows_per_sequence", "out_sequence", "out_row"],
+    do_not_specialize_on_alignment=["out_ptr"],  # a level's columns of a tensor
+)
 def _row_kernel(
     keys_ptr, token_ids_ptr, out_ptr, num_candidates, num_ranks, rows_per_sequence, out_sequence, out_row,
     MAPPED: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
@@ -141,7 +145,7 @@ def candidates(
         num_columns, size, bias is not None, mapped, MIN_TEMPERATURE,
         t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, **early,
     )  # fmt: skip
-    width = triton.next_power_of_2(keys.shape[1])
+    width = max(_FEW, triton.next_power_of_2(keys.shape[1]))
     _row_kernel[(num_rows,)](
         keys, token_ids, out, keys.shape[1], num_ranks, num_paths, out.stride(0), out.stride(1),
         mapped, width, num_warps=min(16, max(1, width // 512)), **early,

@@ -6,13 +6,17 @@ import triton
 import triton.language as tl
 
 _MAX_MOVES = 64  # a program holds all the moves of a sequence at once
+_SIZES = (4, 16, _MAX_MOVES)  # moves that kernels are compiled for
 _TILE = 4096
 _RAW = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["from_slots", "to_slots", "N"],
+    do_not_specialize_on_alignment=["src_ptr", "dst_ptr"],  # parts of one tensor
+)
 def _kv_commit_kernel(
-    from_ptr, to_ptr, src_ptr, dst_ptr, from_side, to_side, N, WIDTH,
+    from_ptr, to_ptr, src_ptr, dst_ptr, from_slots, to_slots, N, WIDTH,
     IN_PLACE: tl.constexpr, MOVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     side, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)  # a side is a layer's keys or its values
@@ -25,9 +29,9 @@ def _kv_commit_kernel(
         moves = moves & (src != dst)
     col = chunk * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = moves[:, None] & (col < WIDTH)
-    staged = tl.load(from_ptr + side * from_side + src[:, None] * WIDTH + col, mask=mask)  # [MOVES, BLOCK]
+    staged = tl.load(from_ptr + (side * from_slots + src[:, None]) * WIDTH + col, mask=mask)  # [MOVES, BLOCK]
     tl.debug_barrier()  # no warp may write a slot that another has yet to read
-    tl.store(to_ptr + side * to_side + dst[:, None] * WIDTH + col, staged, mask=mask)
+    tl.store(to_ptr + (side * to_slots + dst[:, None]) * WIDTH + col, staged, mask=mask)
 
 
 def kv_commit(storage: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -67,9 +71,9 @@ def _move(source: torch.Tensor, target: torch.Tensor, src: torch.Tensor, dst: to
     """Launch the moves [B, n] from a tensor [sides, slots, width] to another, or within one."""
     sides, _, width = target.shape
     sequences, n = src.shape
-    moves = triton.next_power_of_2(max(n, 1))
+    moves = next(size for size in _SIZES if size >= n)
     block = min(triton.next_power_of_2(width), _TILE // moves, 1024)
     _kv_commit_kernel[(sides, triton.cdiv(width, block), sequences)](
-        source, target, src.contiguous(), dst.contiguous(), source.stride(0), target.stride(0), n, width,
+        source, target, src.contiguous(), dst.contiguous(), source.shape[1], target.shape[1], n, width,
         IN_PLACE=source is target, MOVES=moves, BLOCK=block,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from specdec.kernels.keep import check_shapes
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _keep_kernel(
     hidden_ptr, path_ptr, num_accepted_ptr, kept_ptr, known_ptr, n,
     H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -185,7 +185,7 @@ def linear(
         t = tile or tile_of(n, out, k, itemsize=x.element_size())
         _linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None,
-            t.rows, t.out, t.k, n == 1, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
+            t.rows, t.out, t.k, n == 1 and k % t.k == 0, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
             **overlap(x.device),
         )  # fmt: skip
     return y
@@ -220,7 +220,7 @@ def gated_linear(
         t = tile or tile_of(n, out, k, 2, x.element_size())
         _gated_linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None, activation,
-            t.rows, t.out, t.k, n == 1, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
+            t.rows, t.out, t.k, n == 1 and k % t.k == 0, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
             **overlap(x.device),
         )  # fmt: skip
     return y

@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
-from specdec.kernels.gpu.rows import slots_of
+from specdec.kernels.gpu.rows import block_of_nodes, slots_of
 from specdec.kernels.rows import check_shapes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "num_blocks"])
 def _moves_kernel(
     path_ptr,
     num_accepted_ptr,
@@ -60,7 +60,7 @@ def moves(
     """
     check_shapes(path, num_accepted, lengths_before, block_table)
     num_sequences, num_columns = path.shape
-    src, dst = torch.empty(2, *path.shape, dtype=torch.int64, device=path.device)
+    src, dst = (torch.empty(path.shape, dtype=torch.int64, device=path.device) for _ in range(2))
     _moves_kernel[(num_sequences,)](
         path.contiguous(),
         num_accepted,
@@ -71,7 +71,7 @@ def moves(
         num_columns,
         block_table.shape[1],
         block_size,
-        triton.next_power_of_2(num_columns),
+        block_of_nodes(num_columns),
         num_warps=1,
         **overlap(path.device),
     )

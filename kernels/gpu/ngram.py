@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.gpu.rows import block_of_nodes
 from specdec.kernels.ngram import Chains, check_bounds
 
 _BLOCK = 1024  # positions a program: 128 programs search a history of 131,072 tokens
@@ -32,7 +33,7 @@ def _search_kernel(
     tl.store(key_ptr + sequence * tl.num_programs(1) + tl.program_id(1), best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _chain_kernel(
     history_ptr,
     lengths_ptr,
@@ -92,8 +93,9 @@ def ngram_chain(history: Tensor, lengths: Tensor, num_nodes_max: int, lookup_max
     num_sequences, capacity = history.shape
     num_blocks = triton.cdiv(capacity, _BLOCK)
     key = torch.empty(num_sequences, num_blocks, dtype=torch.int64, device=history.device)
-    tokens, parents = torch.empty(2, num_sequences, num_nodes_max, dtype=torch.int64, device=history.device)
-    num_nodes, match = torch.empty(2, num_sequences, dtype=torch.int32, device=history.device)
+    shape = num_sequences, num_nodes_max
+    tokens, parents = (torch.empty(shape, dtype=torch.int64, device=history.device) for _ in range(2))
+    num_nodes, match = (torch.empty(num_sequences, dtype=torch.int32, device=history.device) for _ in range(2))
     _search_kernel[(num_sequences, num_blocks)](history, lengths, key, capacity, lookup_max, lookup_min, _BLOCK)
     _chain_kernel[(num_sequences,)](
         history,
@@ -107,7 +109,7 @@ def ngram_chain(history: Tensor, lengths: Tensor, num_nodes_max: int, lookup_max
         num_blocks,
         num_nodes_max,
         triton.next_power_of_2(num_blocks),
-        triton.next_power_of_2(num_nodes_max),
+        block_of_nodes(num_nodes_max),
         num_warps=1,
     )
     return tokens, parents, num_nodes, match

@@ -10,9 +10,10 @@ from specdec.kernels.rank import check_ranks
 from specdec.kernels.sample import MIN_TEMPERATURE
 
 _BLOCK = 1024  # ids a program
+_FEW = 512  # candidates; a row of fewer takes the same kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ranks", "rows_per_sequence"], do_not_specialize_on_alignment=["positions_ptr"])
 def _block_kernel(
     logits_ptr,
     temperature_ptr,
@@ -57,7 +58,7 @@ def _block_kernel(
         scores = tl.where(index == where, float("-inf"), scores)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_candidates", "num_ranks"])
 def _row_kernel(
     best_ptr,
     token_ptr,
@@ -138,6 +139,6 @@ def rank(
         MIN_TEMPERATURE,
         _BLOCK,
     )
-    width = triton.next_power_of_2(num_candidates)
+    width = max(_FEW, triton.next_power_of_2(num_candidates))
     _row_kernel[(num_rows,)](best, token, token_ids, out, num_candidates, num_ranks, num_tokens, mapped, width)
     return out

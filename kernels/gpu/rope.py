@@ -13,7 +13,7 @@ from specdec.kernels.spread import spread_size
 _HEADS = 4  # heads a program: few enough to divide one row among the device's cores, enough for long prompts
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a batch's columns are parts of one tensor
 def _rope_write_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_pages, v_pages, slots_ptr, qkv_row, qkv_head, cos_row, sin_row,
     Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr,

@@ -16,7 +16,10 @@ def slots_of(block_table_ptr, keys, wanted, num_blocks, BLOCK_SIZE: tl.constexpr
     return tl.where(wanted, blocks * BLOCK_SIZE + keys % BLOCK_SIZE, -1)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["n", "parents_row", "num_blocks"],
+    do_not_specialize_on_alignment=["parents_ptr", "num_nodes_ptr"],  # callers may give views
+)
 def _tree_rows_kernel(
     parents_ptr,
     num_nodes_ptr,
@@ -62,6 +65,12 @@ def _tree_rows_kernel(
     tl.store(ancestors_ptr + sequence * n + node, ancestors, mask=node < n)
 
 
+def block_of_nodes(num_nodes: int) -> int:
+    """Return how many nodes a program of one warp holds: 32 at least, so that trees of any size take two kernels."""
+    block: int = triton.next_power_of_2(max(32, num_nodes))
+    return block
+
+
 def tree_rows(
     parents: Tensor,
     num_nodes: Tensor,
@@ -92,8 +101,11 @@ def tree_rows(
     check_tree_shapes(parents, num_nodes, max_nodes, lengths, prompt_lens, block_table)
     num_sequences, num_columns = parents.shape
     parents = parents if parents.stride(1) == 1 else parents.contiguous()
-    left, contexts = torch.empty(2, num_sequences, dtype=torch.int32, device=parents.device)
-    positions, outputs, slots, ancestors = torch.empty(4, *parents.shape, dtype=torch.int64, device=parents.device)
+    # Parts of one tensor would be aligned for some sizes only, and kernels that read them be compiled for both.
+    left, contexts = (torch.empty(num_sequences, dtype=torch.int32, device=parents.device) for _ in range(2))
+    positions, outputs, slots, ancestors = (
+        torch.empty(parents.shape, dtype=torch.int64, device=parents.device) for _ in range(4)
+    )
     _tree_rows_kernel[(num_sequences,)](
         parents,
         num_nodes,
@@ -111,7 +123,7 @@ def tree_rows(
         parents.stride(0),
         block_table.shape[1],
         block_size,
-        triton.next_power_of_2(num_columns),
+        block_of_nodes(num_columns),
         num_warps=1,
     )
     return TreeRows(left, contexts, positions, outputs, slots, ancestors)

@@ -59,9 +59,10 @@ def scores_of(
     token = first_token + tl.arange(0, BLOCK)
     scores = tl.load(logits_ptr + row * row_stride + token, mask=token < num_tokens, other=float("-inf"))
     scores = scores.to(tl.float32)
-    temperature = tl.load(temperature_ptr + row // rows_per_sequence)
+    sequence = row.to(tl.int32) // rows_per_sequence
+    temperature = tl.load(temperature_ptr + sequence)
     if temperature > 0:
-        seed, position = tl.load(seeds_ptr + row // rows_per_sequence), tl.load(positions_ptr + row)
+        seed, position = tl.load(seeds_ptr + sequence), tl.load(positions_ptr + row)
         # `/` is not correctly rounded on float32, and a last bit can turn a decision.
         scores = tl.div_rn(scores, tl.maximum(temperature, MIN_TEMPERATURE))
         if MAPPED:
@@ -79,7 +80,7 @@ def _best(scores):
     return best, where, tl.max(nan.to(tl.int32), 0) > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_sequence"], do_not_specialize_on_alignment=["positions_ptr"])
 def _block_kernel(
     logits_ptr,
     temperature_ptr,

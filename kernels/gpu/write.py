@@ -10,7 +10,7 @@ from specdec.kernels.gpu.pages import pointers, store_values
 _HEADS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a batch's columns are parts of one tensor
 def _kv_write_kernel(
     k_ptr, v_ptr, k_pages, v_pages, slots_ptr, k_row, k_head, v_row, v_head,
     KV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
