@@ -23,6 +23,10 @@ from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 MERGED_ROWS = 16
 """Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
 
+MAX_REGISTERS = {16: 128, 64: 168}
+"""By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
+take, one more of the programs that read a context runs on each multiprocessor."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -36,6 +40,17 @@ class _Call:
     factors: tuple[float, float]
     sizes: dict[str, object]
     shape: dict[str, object]
+
+    @property
+    def options(self) -> dict[str, int]:
+        """How the kernels that read the context of a tile of nodes are launched."""
+        block = self.work.tree_block
+        if block <= MIN_BLOCK and self.pages[0].kind.value != "native":
+            return {"num_warps": 2, "num_stages": 3}
+        options = {"num_warps": 4, "num_stages": 2}
+        if block in MAX_REGISTERS and self.q.shape[2] <= 128 and self.q.itemsize == 2:
+            options["maxnreg"] = MAX_REGISTERS[block]
+        return options
 
     @property
     def group_block(self) -> int:
@@ -119,7 +134,7 @@ def _run_trees(call: _Call) -> None:
     state, splits = _states(call)
     context_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
         call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
-        num_nodes, *call.factors, BLOCK_M=work.tree_block, num_warps=4, num_stages=2, **call.shape,
+        num_nodes, *call.factors, BLOCK_M=work.tree_block, **call.options, **call.shape,
     )  # fmt: skip
     programs = num_nodes * call.num_kv_heads
     tail_kernel[(num_nodes, call.num_kv_heads)](
@@ -136,7 +151,7 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
     chain_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
         call.q, *call.pages, call.out, *state, arrived, work.block_table, work.positions, work.ancestors,
         work.block_table.stride(0), num_rows, work.nodes_per_sequence, *call.factors, MERGE=merges,
-        BLOCK_M=work.tree_block, num_warps=4, num_stages=2, **call.shape,
+        BLOCK_M=work.tree_block, **call.options, **call.shape,
     )  # fmt: skip
     if not merges:
         merge_kernel[(num_rows, call.num_kv_heads)](
