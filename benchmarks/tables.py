@@ -202,6 +202,57 @@ def cache_quality() -> str:
     return table(("model", "stored as", "perplexity", "change (± standard error)", "tokens"), rows)
 
 
+def cache_steps() -> str:
+    """Return how long steps and their attention take with quantized pages, against native ones in the same run."""
+    steps = {(r["kv_cache_dtype"], r["nodes"]): r for r in read("cache_8b_h200")["rows"]}
+    kernels = {
+        (r["kv_cache_dtype"], r["nodes"]): r
+        for r in read("formats_h200")["rows"]
+        if (r["sequences"], r["context"]) == (32, 8192)
+    }
+    rows = [
+        [
+            name, nodes, step["bytes_per_token"] // 1024, f"{step['us'] / 1000:.1f}", f"{step['ratio']:.2f}",
+            f"{kernels[name, nodes]['chain_us']:.0f}", f"{kernels[name, nodes]['chain_ratio']:.2f}",
+            f"{kernels[name, nodes]['chain_share_of_copy']:.0%}",
+        ]
+        for (name, nodes), step in sorted(steps.items(), key=lambda item: item[0][1])
+    ]  # fmt: skip
+    kernel = ("attention of a layer, µs", "× native", "of a copy's bandwidth")
+    return table(("stored as", "nodes", "KiB a token", "ms a step", "× native", *kernel), rows)
+
+
+def prefix_reuse() -> str:
+    """Return serving with prefix reuse over without it, by requests a second."""
+    rows = []
+    for r in read("prefix_8b_h200")["rows"]:
+        ratios = (f"{r['on_over_off'][key]:.2f}" for key in ("tokens_per_s", "latency_s", "first_token_s"))
+        rows.append([f"{r['rate']:g}", f"{r['off']['tokens_per_s']:,.0f}", f"{r['on']['tokens_per_s']:,.0f}", *ratios])
+    speeds = ("off, tok/s", "on, tok/s")
+    return table(("requests a second", *speeds, "× throughput", "× latency", "× time to first token"), rows)
+
+
+def runtime() -> str:
+    """Return what the runtime gains: drafts under load, continuous batches, packed prompts."""
+    arrivals, other = read("runtime_arrivals_smollm2_h200")["arrivals"], read("runtime_smollm2_h200")
+    full, low, batches, prompts = arrivals["saturated"], arrivals["low"], other["batching"], other["prefill"]
+    rows = [
+        ["as many requests as it can serve, n-grams with heads against plain, tok/s", full["drafting_tok_s"],
+         full["plain_tok_s"], full["ratio"]],
+        ["few requests, the median time between tokens, ms", low["drafting_p50_token_ms"], low["plain_p50_token_ms"],
+         low["ratio"]],
+        ["continuous batches against static ones of 8, requests a second", batches["continuous_requests_s"],
+         batches["static_requests_s"], batches["ratio"]],
+        ["packed prompts against padded ones, tok/s", prompts["packed_prompt_tok_s"], prompts["padded_prompt_tok_s"],
+         prompts["ratio"]],
+    ]  # fmt: skip
+    return table(("what", "with", "without", "×"), ([row[0], *map(_short, row[1:])] for row in rows))
+
+
+def _short(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+
+
 def acceptance() -> str:
     """Return what drafters gain by kind of work, in each committed result of `specdec bench acceptance`."""
     shown = []
@@ -312,8 +363,9 @@ def _machine(result: dict[str, Any]) -> str:
 
 _BENCH = (acceptance, picture, seeds, serve_agreement)
 _SPEED = (attention, demo, dropin, heads, linear, ngram_gpu, nodes, prefill, products, startup, throughput)
+_SERVING = (cache_steps, prefix_reuse, runtime)
 _EQUALITY = (cache_quality, exact_gpu, property_cases, tau_of_heads, traffic)
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_BENCH, *_SPEED, *_EQUALITY, provenance)}
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_BENCH, *_SPEED, *_SERVING, *_EQUALITY, provenance)}
 
 
 def main() -> None:
