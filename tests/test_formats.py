@@ -238,6 +238,17 @@ print(*(re.findall(r"kWidth = (\\d+)", made["ttgir"]) for _, made in COMPILED), 
     assert [set(order) for order in orders] == [{"2"}] * 3
 
 
+def test_values_of_bf16_are_taken_out_of_their_codes_two_at_a_time() -> None:
+    packed = on_hopper("""
+from tests.hopper import COMPILED, attend
+for name in (None, "fp8", "fp8_e4m3", "int8", "int4"):
+    attend(name, 1, chains=True)
+for _, made in COMPILED:
+    print("fma.rn.bf16x2" in made["ptx"])
+""")
+    assert packed == [False, True, True, True, True]
+
+
 def test_kernels_let_the_next_one_begin_once_they_have_their_inputs() -> None:
     """All but products of large matrices, which need all of the bandwidth; small ones are fetched before they wait."""
     small, gated, large = on_hopper("""

@@ -1,8 +1,9 @@
 """Quantized values in bf16, two a register: a code is its scale's multiple, and a packed instruction makes two of them.
 
 A code has eight bits at most and so has a scale, so their product is exact in fp32, and one bf16 multiplication rounds
-it as fp32's product would be rounded. What stands here gives the bits of `kernels/formats.py`; other dtypes, other
-vendors' GPUs and the interpreter take the way of `gpu/pages.py`.
+it as fp32's product would be rounded. What stands here gives the bits of `kernels/formats.py`, except that a sum with a
+zero point is rounded once, not to fp32 before. Other dtypes, other vendors' GPUs and the interpreter take the way of
+`gpu/pages.py`.
 
 A code's bits are put below the exponent of 128 (int8: or 256, where the sign bit is set), which is then taken off.
 """
