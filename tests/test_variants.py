@@ -10,6 +10,7 @@ EXPECTED = {
     "accept._accept_kernel": NODES,
     "activation._act_mul_kernel": 1,
     "advance._advance_kernel": NODES,
+    "chain.chain_kernel": 1,
     "candidates._block_kernel": ROW_TILES,
     "candidates._row_kernel": 2,  # up to 256 candidates before the last choice, and up to 512
     "cell._down_kernel": ROW_TILES,
@@ -29,9 +30,11 @@ EXPECTED = {
     "rows._tree_rows_kernel": NODES,
     "sample._block_kernel": 1,
     "sample._row_kernel": 1,
+    "tree.context_kernel": 1,
+    "tree.tail_kernel": 1,
     "write._kv_write_kernel": 1,
 }
-"""Of one model, over 1 to 64 sequences, nodes, paths and rows."""
+"""Of one model, over 1 to 64 sequences, nodes, paths and rows; of attention, over 1 to 4 nodes."""
 
 
 def test_sizes_of_batches_and_trees_share_their_kernels() -> None:

@@ -23,7 +23,7 @@ from specdec.kernels.gpu.rope import rope_write
 from specdec.kernels.gpu.rows import tree_rows
 from specdec.kernels.gpu.sample import choose
 from specdec.kernels.gpu.write import kv_write
-from tests.hopper import VARIANTS, pages_of
+from tests.hopper import VARIANTS, attend, pages_of
 
 SIZES = (1, 2, 3, 8, 16, 17, 33, 64)
 HEADS, KV_HEADS, DIM, HIDDEN, VOCAB = 4, 2, 16, 64, 2048
@@ -92,4 +92,7 @@ def count() -> dict[str, int]:
         drafts(2, 3, min(size, 16))
     for size in (3, 17, 64, 65, 129):
         kv_commit(floats(1, 2, 64, KV_HEADS, DIM), *ints(2, size))
+    for nodes in (1, 2, 3, 4):  # of which all grouped heads fit one tile
+        attend(None, nodes, chains=True)
+        attend(None, nodes, chains=False)
     return {name: len(compiled) for name, compiled in VARIANTS.items()}
