@@ -101,16 +101,8 @@ def tree_attention(
     shape = sizes | {"SOFTCAP": softcap is not None, "WINDOW": window or 0, "BLOCK_SIZE": block_size}
     work = meta.work(num_heads // num_kv_heads, max_block(head_dim))
     factors = (scale, 0.0 if softcap is None else softcap)
-    call = _Call(
-        q,
-        (pointers(k_pages), pointers(v_pages)),
-        num_kv_heads,
-        torch.empty_like(q),
-        work,
-        factors,
-        sizes,
-        shape,
-    )
+    pages = pointers(k_pages), pointers(v_pages)
+    call = _Call(q, pages, num_kv_heads, torch.empty_like(q), work, factors, sizes, shape)
     if len(work.chunk_tiles):
         _run_chunks(call)
     if work.arrived is not None:
