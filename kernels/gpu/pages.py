@@ -152,12 +152,12 @@ def _round(x):
 @triton.jit
 def _from_code(codes, scale, kind: tl.constexpr, dtype: tl.constexpr):
     """Values of codes of eight bits, by scales that broadcast to them."""
+    tl.static_assert(kind == "int8" or kind == "fp8" or kind == "fp8_e4m3", "a format without code here")
     if PACKED and dtype == tl.bfloat16:
         x = unpack8(codes, tl.broadcast_to(scale, codes.shape), kind)
     elif kind == "int8":
         x = (_to_float(codes ^ 0x80, 128.0) * scale.to(tl.float32)).to(dtype)
     else:
-        tl.static_assert(kind == "fp8" or kind == "fp8_e4m3", "a format without code here")
         x = (_from_float8(codes, 4 if kind == "fp8" else 3) * scale.to(tl.float32)).to(dtype)
     return x
 
