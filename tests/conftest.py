@@ -47,6 +47,12 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: o
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test's random inputs are its own, not those that the tests before it in this process left to draw."""
+    torch.manual_seed(int(os.environ.get("SPECDEC_TEST_SEED", "0")))
+
+
+@pytest.fixture(autouse=True)
 def no_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the times of captured steps would decide how many nodes the next ones have."""
     monkeypatch.setattr("specdec.engine.graphs.Mark.seconds_since", lambda mark, earlier: None)

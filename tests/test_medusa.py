@@ -48,7 +48,7 @@ def expected_tokens(scores: Sequence[Tensor]) -> list[int]:
     return [ranked[len(choice) - 1][choice[-1]] for choice in TREE]
 
 
-def test_greedy_candidates_are_top_ranks() -> None:
+def test_greedy_candidates_are_top_ranks(no_int8: None) -> None:
     heads, base, perms = permuting_heads()
     drafter = MedusaDrafter(heads, base, TREE)
     hidden = torch.randn(7, V)
@@ -60,7 +60,7 @@ def test_greedy_candidates_are_top_ranks() -> None:
         assert node_tokens(tree, b) == expected_tokens([last[perm] for perm in perms])
 
 
-def test_sampled_candidates_are_coupled_to_the_target() -> None:
+def test_sampled_candidates_are_coupled_to_the_target(no_int8: None) -> None:
     """Rank 0 of head k is what a target with the head's distribution chooses at output position num_output + k."""
     heads, base, perms = permuting_heads()
     drafter = MedusaDrafter(heads, base, TREE)
@@ -138,7 +138,7 @@ def test_drafter_options_are_checked() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpu_drafts_what_the_cpu_drafts(dtype: torch.dtype) -> None:
+def test_gpu_drafts_what_the_cpu_drafts(dtype: torch.dtype, no_int8: None) -> None:
     heads, base, _ = permuting_heads()
     hidden = torch.randn(4, V).to(torch.bfloat16)  # permuted, so exact on both
     queries = [query(0, 2, temperature=0.7), query(1, 2), query(2, 2, 5, temperature=1.5), query(3, 2, 1)]
