@@ -197,7 +197,7 @@ def _from_float8(codes: Tensor, how: KVFormat) -> Tensor:
 
 def _in_groups(x: Tensor, how: KVFormat) -> Tensor:
     """[..., D] → [..., groups, group]."""
-    return x.view(*x.shape[:-1], -1, how.group)
+    return x.view(*x.shape[:-1], x.shape[-1] // how.group, how.group)
 
 
 def store(pages: Pages, slots: Tensor, x: Tensor) -> None:

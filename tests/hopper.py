@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, Pages, QuantizedPages
 from specdec.kernels.gpu import attention, linear
 from specdec.kernels.work import uniform_work
+from tests.direct import Direct
 
 COMPILED: list[tuple[str, dict[str, str]]] = []
 """Name of each kernel that was launched, and what was made of it: its "ttgir", its "ptx"."""
@@ -60,13 +61,26 @@ def multiply(out: int, k: int, *, gated: bool = False) -> None:
         linear.linear(x, w)
 
 
-def attend(pages_format: str | None, num_nodes: int, *, chains: bool, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of 128 values."""
+def attend(
+    pages_format: str | None,
+    num_nodes: int,
+    *,
+    chains: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    direct: bool = False,
+) -> None:
+    """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of 128 values.
+
+    With `direct` codes go straight to the tensor cores.
+    """
     heads, kv_heads, dim = 32, 8, 128
     pages = pages_of(pages_format, kv_heads, dim, dtype)
     rows = torch.zeros(num_nodes, dtype=torch.int64)
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
     work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, kv_heads, dim, 1024, chains)
+    if direct:
+        name = "chain_kernel" if chains else "context_kernel"
+        setattr(attention, name, Direct(work))
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
 
 

@@ -6,6 +6,8 @@ zero point is rounded once, not to fp32 before. Other dtypes, other vendors' GPU
 `gpu/pages.py`.
 
 A code's bits are put below the exponent of 128 (int8: or 256, where the sign bit is set), which is then taken off.
+
+`row_assembly` and `pairs_assembly` are for `gpu/direct.py`, whose codes come as words of four.
 """
 
 import torch
@@ -91,3 +93,44 @@ def unpack4(codes, scale, zero):
     return tl.inline_asm_elementwise(
         _INT4, "=r,=r,=r,=r,r,r,r,r,r", [codes, scale, zero], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
     )
+
+
+@triton.constexpr_function
+def row_assembly(kind):
+    """PTX: $0 to $3 become the values of a word of codes, $4, by its scale, $5."""
+    body = _values("$4", "$4", [(0, 1), (2, 3)], kind)
+    return "\n".join(["{", _declared(kind), "mov.b32 s, {$5, $5};", *body, "}"])
+
+
+@triton.constexpr_function
+def pairs_assembly(kind):
+    """PTX: $0, $2, $4 and $6 become the values of a word, $8, by its scale, $10; those between of $9 by $11."""
+    body = _values("$8", "$9", [(0, 4), (1, 5), (2, 6), (3, 7)], kind)
+    return "\n".join(["{", _declared(kind), "mov.b32 s, {$10, $11};", *body, "}"])
+
+
+@triton.constexpr_function
+def _declared(kind):
+    unit = {"int8": "0x3F803F80", "fp8": "0x7D807D80", "fp8_e4m3": "0x7B807B80"}[kind]
+    return f".reg .b32 a, x, s, unit, none; mov.b32 unit, {unit}; mov.b32 none, 0x80008000;"
+
+
+@triton.constexpr_function
+def _values(first, second, pairs, kind):
+    """$0, $1, … become the values of pairs of bytes of two words, which are counted through; by scales s.
+
+    A code stands in both bytes of its half of a register: int8 takes the bits of the lower one, floats of the upper.
+    """
+    if kind == "int8":
+        decode = ["lop3.b32 x, a, 0x007F007F, 0x43004300, 0xEA;", "lop3.b32 a, a, 0x00800080, 0xC300C300, 0xEA;"]
+        decode += ["fma.rn.bf16x2 a, x, unit, a;"]
+    else:
+        shift, mask = (5, "0x03F803F8") if kind == "fp8" else (4, "0x07F007F0")
+        decode = [f"shr.b32 x, a, {shift};", f"and.b32 x, x, {mask};", "lop3.b32 a, a, 0x80008000, x, 0xEA;"]
+        decode += ["fma.rn.bf16x2 a, a, unit, none;"]
+    lines = []
+    for i, pair in enumerate(pairs):
+        low, high = pair
+        lines += [f"prmt.b32 a, {first}, {second}, 0x{high}{high}{low}{low};", *decode, "fma.rn.bf16x2 a, a, s, none;"]
+        lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, a;"]
+    return lines

@@ -1,0 +1,238 @@
+"""Runs Gluon kernels on the CPU, a program at a time, with layouts left out: they move values and don't change them.
+
+What a kernel computes, reads and writes can be tested so; that its layouts fit each other, the compiler says
+(`tests/hopper.py`). Reads and writes outside of tensors are errors, and what a masked load leaves open is garbage.
+"""
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.kernels.gpu.pages import PagePointers
+from tests import ptx
+
+GARBAGE = 0x5B
+"""What each byte of a value holds that was not loaded."""
+_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_WORD = "uint32"
+
+
+class Value:
+    """A tensor, or a scalar of no dimensions."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: str) -> "Value":
+        return Value(self.tensor.to(_DTYPES[dtype]))
+
+    def __getitem__(self, index: Any) -> "Value":
+        return Value(self.tensor[index])
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor)
+
+    def __index__(self) -> int:
+        return int(self.tensor)
+
+    def __neg__(self) -> "Value":
+        return Value(-self.tensor)
+
+
+def _operator(name: str, do: Callable[[Any, Any], Any]) -> None:
+    setattr(Value, f"__{name}__", lambda self, other: NotImplemented if _is_pointer(other) else _apply(do, self, other))
+    if name in ("add", "sub", "mul"):
+        setattr(Value, f"__r{name}__", lambda self, other: _apply(do, other, self))
+
+
+def _apply(do: Callable[[Any, Any], Any], a: Any, b: Any) -> Value:
+    return Value(torch.as_tensor(do(_plain(a), _plain(b))))
+
+
+def _plain(x: Any) -> Any:
+    return x.tensor if isinstance(x, Value) else x
+
+
+def _is_pointer(x: Any) -> bool:
+    return isinstance(x, Pointer)
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne"):
+    _operator(_name, getattr(operator, _name))
+
+
+class Pointer:
+    """Places in a tensor, counted in elements."""
+
+    def __init__(self, memory: Tensor, at: Any = 0, words: bool = False) -> None:
+        self.memory, self.at, self.words = memory, torch.as_tensor(_plain(at)), words
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.memory, self.at + _plain(other), self.words)
+
+    __radd__ = __add__
+
+    def to(self, kind: tuple[str, str], bitcast: bool) -> "Pointer":
+        assert bitcast and kind == ("pointer", _WORD) and self.memory.element_size() == 1 and not self.at.any()
+        return Pointer(self.memory, 0, words=True)
+
+    def __getitem__(self, index: Any) -> "Pointer":
+        return Pointer(self.memory, self.at[index], self.words)
+
+    def flat(self) -> Tensor:
+        flat = self.memory.view(-1)
+        return flat.view(torch.int32).to(torch.int64) & 0xFFFFFFFF if self.words else flat
+
+
+class Language:
+    """What kernels know as `gl`, for one program."""
+
+    int32, int64, float32, bfloat16, uint32 = "int32", "int64", "float32", "bfloat16", _WORD
+
+    def __init__(self, program: Sequence[int]) -> None:
+        self._program = program
+
+    def program_id(self, axis: int) -> Value:
+        return Value(torch.tensor(self._program[axis], dtype=torch.int32))
+
+    def pointer_type(self, dtype: str) -> tuple[str, str]:
+        return "pointer", dtype
+
+    def SliceLayout(self, dim: int, parent: Any) -> None:  # noqa: N802
+        return None
+
+    def arange(self, start: int, end: int, layout: Any = None) -> Value:
+        return Value(torch.arange(start, end, dtype=torch.int32))
+
+    def load(self, at: Pointer, mask: Any = True, other: Any = None) -> Value:
+        flat = at.flat()
+        there = torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape)
+        out = torch.empty(at.at.shape, dtype=flat.dtype)
+        if other is None:
+            out.view(-1).view(torch.uint8).fill_(GARBAGE)
+            out = out & 0xFFFFFFFF if at.words else out
+        else:
+            out.fill_(other)
+        out[there] = flat[_inside(at.at[there], flat)]
+        return Value(out)
+
+    def store(self, at: Pointer, value: Value, mask: Any = True) -> None:
+        flat = at.flat()
+        there = torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape)
+        flat[_inside(at.at[there], flat)] = value.tensor[there].to(flat.dtype)
+
+    def full(self, shape: Sequence[int], value: float, dtype: str, layout: Any) -> Value:
+        return Value(torch.full(list(shape), value, dtype=_DTYPES[dtype]))
+
+    def zeros(self, shape: Sequence[int], dtype: str, layout: Any) -> Value:
+        return self.full(shape, 0, dtype, layout)
+
+    def where(self, condition: Value, a: Any, b: Any) -> Value:
+        return Value(torch.where(torch.as_tensor(_plain(condition)), _plain(a), _plain(b)))
+
+    def maximum(self, a: Any, b: Any) -> Value:
+        return Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
+
+    def minimum(self, a: Any, b: Any) -> Value:
+        return Value(torch.minimum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
+
+    def max(self, x: Value, axis: int) -> Value:
+        return Value(x.tensor.amax(axis))
+
+    def min(self, x: Value, axis: int) -> Value:
+        return Value(x.tensor.amin(axis))
+
+    def exp2(self, x: Value) -> Value:
+        return Value(torch.exp2(x.tensor))
+
+    def expand_dims(self, x: Any, dim: int) -> Any:
+        if _is_pointer(x):
+            return Pointer(x.memory, x.at.unsqueeze(dim), x.words)
+        return Value(x.tensor.unsqueeze(dim))
+
+    def broadcast(self, a: Value, b: Value) -> tuple[Value, Value]:
+        x, y = torch.broadcast_tensors(a.tensor, b.tensor)
+        return Value(x), Value(y)
+
+    def convert_layout(self, x: Value, layout: Any, assert_trivial: bool = False) -> Value:
+        return x
+
+    def reshape(self, x: Value, shape: Sequence[int]) -> Value:
+        return Value(x.tensor.reshape(list(shape)))
+
+    def permute(self, x: Value, order: Sequence[int]) -> Value:
+        return Value(x.tensor.permute(list(order)))
+
+    def join(self, a: Value, b: Value) -> Value:
+        return Value(torch.stack([a.tensor, b.tensor], -1))
+
+    def split(self, x: Value) -> tuple[Value, ...]:
+        return tuple(Value(part) for part in x.tensor.unbind(-1))
+
+    def static_range(self, count: int) -> range:
+        return range(count)
+
+    def inline_asm_elementwise(
+        self, assembly: str, constraints: str, args: Sequence[Value], dtype: Sequence[str], is_pure: bool, pack: int
+    ) -> list[Value]:
+        assert pack == 1 and set(dtype) == {"bfloat16"}
+        out = ptx.run(assembly, constraints, [_bits(arg.tensor) for arg in args])
+        shape = args[0].tensor.shape
+        return [
+            Value(torch.from_numpy(x.astype(np.uint16).view(np.int16)).view(torch.bfloat16).view(shape)) for x in out
+        ]
+
+    def mma_v2(self, a: Value, b: Value, acc: Value) -> Value:
+        return Value(a.tensor.float() @ b.tensor.float() + acc.tensor)
+
+
+def _bits(x: Tensor) -> np.ndarray:
+    words = x.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF if x.dtype == torch.bfloat16 else x
+    return words.contiguous().numpy()
+
+
+def _inside(at: Tensor, flat: Tensor) -> Tensor:
+    if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < len(flat):
+        raise IndexError(f"places {int(at.min())} to {int(at.max())} of a tensor of {len(flat)}")
+    return at.long()
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
+    """Run a kernel's programs one after the other. Tensors become pointers; constants are given by their place.
+
+    Args:
+        kernel: decorated by `gluon.jit`; so are the functions of its module that it calls.
+        grid: how many programs.
+        args: tensors, `PagePointers`, numbers.
+    """
+    scope = kernel.fn.__globals__
+    functions = {name: value.fn for name, value in scope.items() if hasattr(value, "is_gluon") and value.is_gluon()}
+    constants = {name: value.value for name, value in scope.items() if hasattr(value, "value") and name.isupper()}
+    given = [_argument(arg) for arg in args]
+    for program in itertools.product(*map(range, grid)):
+        language = Language(program)
+        patched: dict[str, Any] = {"gl": language, "mma_v2": language.mma_v2} | constants
+        here = dict(scope) | patched
+        for name, fn in functions.items():
+            here[name] = type(fn)(fn.__code__, here, name, fn.__defaults__, fn.__closure__)
+        here[kernel.fn.__name__](*given)
+
+
+def _argument(arg: Any) -> Any:
+    if isinstance(arg, PagePointers):
+        return PagePointers(Pointer(arg.codes), Pointer(arg.scales), arg.kind.value, arg.group.value)
+    return Pointer(arg) if isinstance(arg, Tensor) else arg

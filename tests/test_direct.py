@@ -1,0 +1,165 @@
+"""Codes that go straight to the tensor cores: the states of splits, what becomes of them, and the assembly."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages, dequantize, load, store
+from specdec.kernels.gpu import attention
+from specdec.kernels.gpu.direct import HEAD_DIM, KEY_TILE, direct_kernel
+from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_splits
+from specdec.kernels.gpu.pages import pointers
+from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
+from specdec.kernels.work import AttentionWork, uniform_work
+from tests import gluon_torch, ptx
+from tests.direct import Direct, on_device
+from tests.kernels import DEVICE, ON_GPU
+from tests.test_formats import on_hopper
+
+DIM, TILE = HEAD_DIM.value, KEY_TILE.value
+KV_HEADS, GROUP, NODES, SCALE = 2, 4, 3, DIM**-0.5
+FORMATS_AND_BLOCKS = [("int8", 64, 16), ("fp8", None, 32), ("fp8_e4m3", None, 64), ("int8", 128, 16)]
+"""Format, group size, block size."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences that are to decode `NODES` nodes each, with the slots [n] of each one's keys, its nodes' included."""
+
+    q: Tensor
+    pages: list[QuantizedPages]
+    work: AttentionWork
+    slots: list[Tensor]
+
+    def attended(self, row: int, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The state of a row's heads after some keys: maximum [H], weight [H] and weighted values [H, D]."""
+        slots = self.slots[row // NODES][first : max(first, end)]
+        k, v = (load(page, slots, torch.bfloat16).repeat_interleave(GROUP, 1).float() for page in self.pages)
+        scores = torch.einsum("hd,nhd->hn", self.q[row].float(), k) * (SCALE * 1.4426950408889634)
+        m = scores.amax(1) if len(k) else torch.full((len(scores),), -torch.inf, device=scores.device)
+        p = torch.exp2(scores - m.nan_to_num(neginf=0)[:, None])
+        return m, p.sum(1), torch.einsum("hn,nhd->hd", p, v)
+
+
+def make_batch(kind: str, group: int | None, block_size: int, contexts: list[int], *, chains: bool) -> Batch:
+    """Random queries, and values of many sizes; slots that aren't in use hold all bits, and scales that are NaN."""
+    lengths = [n + NODES for n in contexts]
+    counts = [-(-n // block_size) for n in lengths]
+    tables = torch.randperm(sum(counts)).split(counts)
+    slots = [
+        (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:n].to(DEVICE)
+        for blocks, n in zip(tables, lengths, strict=True)
+    ]
+    how = FORMATS[kind].of_head_dim(DIM, group)
+    shape, used, pages = (sum(counts), block_size, KV_HEADS), torch.cat(slots), []
+    for _ in range(2):
+        codes = torch.full((*shape, how.code_width(DIM)), 0xFF, dtype=torch.uint8, device=DEVICE)
+        scales = torch.full((*shape, how.num_scales(DIM)), torch.nan, dtype=SCALE_DTYPE, device=DEVICE)
+        pages.append(QuantizedPages(codes, scales, how))
+        store(pages[-1], used, (torch.randn(len(used), KV_HEADS, DIM) * torch.randn(len(used), 1, 1).exp()).to(DEVICE))
+    table = torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True, padding_value=2**30).int().to(DEVICE)
+    ancestors = torch.tensor([(2 << i) - 1 for i in range(NODES)] * len(contexts), device=DEVICE)
+    ancestors[-1] = 0  # padding
+    positions = torch.tensor([n + i for n in contexts for i in range(NODES)], device=DEVICE)
+    lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    sizes = GROUP, KV_HEADS, DIM, max(contexts)
+    work = uniform_work(len(contexts), NODES, table, lens, positions, ancestors, *sizes, chains)
+    return Batch(torch.randn(len(positions), KV_HEADS * GROUP, DIM).bfloat16().to(DEVICE), pages, work, slots)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the next test is for it")
+@pytest.mark.parametrize("chains", [True, False])
+@pytest.mark.parametrize(("kind", "group", "block_size"), FORMATS_AND_BLOCKS)
+def test_states_of_splits(kind: str, group: int | None, block_size: int, chains: bool) -> None:
+    contexts = [200, 63, 0, 128, 321]
+    b = make_batch(kind, group, block_size, contexts, chains=chains)
+    splits = num_splits(max(contexts) + NODES)
+    m, total = (torch.full((splits, len(b.q), KV_HEADS * GROUP), torch.nan) for _ in range(2))
+    acc = torch.full((*m.shape, DIM), torch.nan)
+    work = b.work
+    gluon_torch.launch(
+        direct_kernel, (len(work.tree_tiles), KV_HEADS, splits), b.q, *map(pointers, b.pages), m, total, acc,
+        work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
+        work.block_table.stride(0), len(b.q), SCALE, chains, KV_HEADS * GROUP, KV_HEADS, block_size,
+        SMALL_SPLIT // TILE, NUM_SMALL, LARGE_SPLIT // TILE, False,
+    )  # fmt: skip
+    checked = 0
+    for row in range(len(b.q) - 1):  # nobody reads the state of the padding behind them
+        sequence, node = divmod(row, NODES)
+        context = contexts[sequence]
+        seen, read = (context + node + 1,) * 2 if chains else (context // TILE * TILE, context // TILE * TILE + 1)
+        for split in range(-(-read // SMALL_SPLIT)):
+            at, first = (split, row), split * SMALL_SPLIT
+            want_m, want_total, want_acc = b.attended(row, first, min(first + SMALL_SPLIT, seen))
+            torch.testing.assert_close(m[at], want_m, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(total[at], want_total, rtol=1e-2, atol=0)
+            weight = want_total.clamp(min=1)[:, None]
+            torch.testing.assert_close(acc[at] / weight, want_acc / weight, rtol=1e-2, atol=1e-2)
+            checked += 1
+    assert checked >= 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chains", [True, False])
+@pytest.mark.parametrize(("kind", "group", "block_size"), FORMATS_AND_BLOCKS)
+def test_bits_are_those_of_the_kernels_that_take_codes_through_shared_memory(
+    kind: str, group: int | None, block_size: int, chains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = make_batch(kind, group, block_size, [200, 63, 0, 128, 5000], chains=chains)
+    want = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
+    monkeypatch.setattr(attention, "chain_kernel" if chains else "context_kernel", Direct(b.work, on_device))
+    assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the test before is for it")
+def test_chains_whose_splits_are_merged() -> None:
+    b = make_batch("int8", 64, 16, [200, 63, 321], chains=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "chain_kernel", Direct(b.work, in_torch))
+        got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
+    for row in range(len(b.q) - 1):
+        _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)
+        torch.testing.assert_close(got[row].float(), acc / total[:, None], rtol=1e-2, atol=1e-2)
+    assert not got[-1].any(), "padding"
+
+
+def in_torch(grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
+    gluon_torch.launch(direct_kernel, grid, *args)
+
+
+def test_codes_take_no_way_through_shared_memory() -> None:
+    """The compiler says so of each operand (`assert_trivial`); what is left is maxima and weights."""
+    [text] = on_hopper("""
+from tests.hopper import COMPILED, attend
+attend("int8", 1, chains=True, direct=True)
+print([repr(made["ttgir"]) for name, made in COMPILED if name == "direct_kernel"])
+""")
+    assert "ttg.local_alloc" not in text[0] and "ttg.convert_layout" in text[0]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_e4m3"])
+def test_assembly_gives_the_values_of_the_format(kind: str) -> None:
+    how = FORMATS[kind].of_head_dim(8)
+    codes = torch.arange(256, dtype=torch.uint8)
+    if kind == "fp8_e4m3":
+        codes = codes[(codes & 0x7F) != 0x7F]  # not numbers, and never stored
+    codes = codes[: len(codes) // 8 * 8].view(-1, 8)
+    for scale in (0.0, 1.0, 0.0123, 3e-39, 7e30):
+        scales = torch.full((len(codes), 1), scale, dtype=SCALE_DTYPE)
+        want = dequantize(codes, scales, how, torch.bfloat16).view(-1, 4)
+        words = codes.view(torch.int32).flatten().long().numpy() & 0xFFFFFFFF
+        bits = scales.view(torch.int16).flatten().long().repeat_interleave(2).numpy() & 0xFFFF
+        row = ptx.run(row_assembly(kind), "=h,=h,=h,=h,r,h", [words, bits])
+        assert torch.equal(as_values(row), want), "a word of one row"
+        inputs = [words, np.roll(words, 5), bits, bits]
+        pairs = ptx.run(pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,h,h", inputs)
+        assert torch.equal(as_values(pairs[::2]), want), "the first of two rows"
+        assert torch.equal(as_values(pairs[1::2]), want.roll(5, 0)), "the second"
+
+
+def as_values(outputs: Any) -> Tensor:
+    return torch.from_numpy(np.stack(outputs, -1).astype(np.uint16).view(np.int16)).view(torch.bfloat16)
