@@ -26,7 +26,7 @@ from specdec.engine.recorder import Recorder
 from specdec.engine.request import ABORT, Request, Stopping
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, SpecdecError
 from specdec.models.batch import Batch, slot
 from specdec.models.decoder import Decoder
 from specdec.models.protocol import PackedModel
@@ -67,15 +67,17 @@ class Engine:
         layout = model.kv_layout.stored_as(config.kv_cache_dtype, config.kv_group_size)
         own = drafter.kv_layouts if isinstance(drafter, UsesCache) else ()
         self.limits = resolve_limits(config, [layout, *(x.like(layout) for x in own)], model.max_len, model.device)
+        self.pages = KVPages(layout, self.limits.num_blocks, config.block_size, model.device)
         index = PrefixIndex(config.block_size) if config.enable_prefix_caching else None
         self.pool = BlockPool(self.limits.num_blocks, index)
-        self.pages = KVPages(layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
             drafter.attach(self.pages, self.pool)
         chances = drafter.node_chances if isinstance(drafter, KnowsChances) else None
         self.node_budget = NodeBudget(cost_table, config.max_nodes, chances)
         self.scheduler = Scheduler(config, self.pool, self.node_budget)
         self.num_steps = 0
+        self._stepping = False
+        self._aborted: list[Request] = []  # while a step ran
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self._num_real_tokens = num_real_tokens or model.vocab_size
@@ -172,23 +174,53 @@ class Engine:
             raise InvalidRequest(f"stop strings need a tokenizer; stop is {list(params.stop)!r}")
 
     def abort(self, request: Request) -> None:
-        """End a request now and free its blocks; one that has ended already stays as it is."""
+        """End a request and free its blocks: now, or at the end of the step that is running.
+
+        One that has ended already stays as it is. A step may be running if a callback, or the garbage collector as it
+        closes a stream, calls this.
+        """
         if request.finish_reason is None:
+            self._aborted.append(request)
             request.end(ABORT)
-            self._retire([request])
+        if not self._stepping:
+            self._retire()
 
     @property
     def has_work(self) -> bool:
         """Whether any request is running or waiting."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def step(self) -> None:
+    def step(self) -> list[Request]:
         """Run one forward: every scheduled request moves on by a prompt chunk or by at least one token.
 
         Captured steps are launched one ahead: a call launches the next and emits the one before. A request that can't
         go on ends with `finish_reason` "error" and `Request.error`; the others don't notice. What is raised here
-        concerns all: the model or the rule failed.
+        concerns all: the model or the rule failed, or the user interrupted it. The requests stand as they did before,
+        with the tokens that they have, and may be stepped again or aborted.
+
+        Returns:
+            The requests that ended.
+
+        Raises:
+            SpecdecError: a step is running: a callback or a logits processor asked for another one.
         """
+        if self._stepping:
+            raise SpecdecError(
+                "a step of this engine is running; a logits processor, a stopping criterion or a drafter that "
+                "generates needs an engine of its own"
+            )
+        self._stepping = True
+        try:
+            self._step()
+        except BaseException:
+            self._begin_anew()
+            raise
+        finally:
+            self._stepping = False
+            ended = self._retire()
+        return ended
+
+    def _step(self) -> None:
         if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
             self.num_steps += 1
             self._emit_captured(outcomes)
@@ -197,8 +229,7 @@ class Engine:
         captured = self.graphs is not None and all(why_eager(r) is None for r in self.scheduler.running)
         plan = self.scheduler.schedule(drafts=not captured)
         self.drafter.forget([r.id for r in plan.preempted])
-        tree, failed = draft(self.drafter, plan, self.model.vocab_size)
-        self._retire(failed)
+        tree = draft(self.drafter, plan, self.model.vocab_size)
         if not plan.items:
             return
         self.num_steps += 1
@@ -208,9 +239,9 @@ class Engine:
         accepted = self.rule(tree, logits, _verify_queries(plan, self.eos_token_ids), self._num_real_tokens)
         self._commit(plan, packed, accepted, hidden)
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
-            deliver(item.request, result, tree, b, logits, self.drafter.name)
-            self.node_budget.observe(item.request, item.max_nodes)
-        self._retire([item.request for item in plan.decoding if item.request.finish_reason is not None])
+            if item.request.finish_reason is None:  # nobody aborted it while the step ran
+                deliver(item.request, result, tree, b, logits, self.drafter.name)
+                self.node_budget.observe(item.request, item.max_nodes)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         return self.model.forward(batch, self.pages) if self.forwards is None else self.forwards(batch)
@@ -252,17 +283,30 @@ class Engine:
         """Deliver what a captured step emitted."""
         for outcome in outcomes:
             request = outcome.request
+            if request.finish_reason is not None:  # aborted by another one's callback
+                continue
             deliver_captured(request, outcome.tokens, outcome.leaf_reached, outcome.num_nodes, self.drafter.name)
             request.num_computed += len(outcome.tokens)
             self.scheduler.remember(request)
             self.node_budget.observe(request, outcome.max_nodes, padded=True)
-        self._retire([outcome.request for outcome in outcomes if outcome.request.finish_reason is not None])
 
-    def _retire(self, ended: Sequence[Request]) -> None:
+    def _begin_anew(self) -> None:
+        """After a step that broke off, whatever it had done: compute all that run anew, from their tokens."""
+        if self.graphs is not None:
+            self.graphs.drop()
+        self.drafter.forget([r.id for r in self.scheduler.restart()])
+
+    def _retire(self) -> list[Request]:
+        """Take out the requests that have ended since the last call, and return them."""
+        ended = [r for r in self.scheduler.running if r.finish_reason is not None]
+        ended += [r for r in self._aborted if r not in ended]
+        self._aborted.clear()
         for request in ended:
             self.scheduler.release(request)
             self.node_budget.forget(request.id)
-        self.drafter.forget([request.id for request in ended])
+        if ended:
+            self.drafter.forget([request.id for request in ended])
+        return ended
 
 
 def _verify_queries(plan: Plan, eos_token_ids: Collection[int]) -> list[VerifyQuery]:

@@ -83,8 +83,8 @@ class Request:
 
     def end(self, reason: str, error: Exception | None = None) -> None:
         """End the answer here, for a reason other than its last token."""
-        self.text += self.stop.flush()
         self.finish_reason, self.error = reason, error
+        self.text += self.stop.flush()
 
     def check(self) -> None:
         """Raise the error that ended the request, if one did."""

@@ -118,6 +118,13 @@ class Scheduler:
             self.waiting.remove(request)
         self._free_blocks(request)
 
+    def restart(self) -> list[Request]:
+        """Send all running requests that haven't ended back to the queue, and return them."""
+        unended = [r for r in self.running if r.finish_reason is None]
+        for request in unended:
+            self._send_back(request)
+        return unended
+
     def remember(self, request: Request) -> None:
         """Let a request's full blocks of committed tokens be found by others."""
         num_tokens = min(request.num_computed, len(request.tokens))  # what was accepted behind a stop isn't delivered
@@ -158,13 +165,17 @@ class Scheduler:
         return True
 
     def _preempt(self, plan: Plan, request: Request) -> None:
+        """Let a request make room."""
+        self._send_back(request)
+        plan.items = [item for item in plan.items if item.request is not request]
+        plan.preempted.append(request)
+        self.num_preemptions += 1
+
+    def _send_back(self, request: Request) -> None:
         """Send a request back to the queue; its tokens are recomputed later."""
         self.running.remove(request)
         self._free_blocks(request)
         request.num_computed = 0
-        plan.items = [item for item in plan.items if item.request is not request]
-        plan.preempted.append(request)
-        self.num_preemptions += 1
         self.add(request)
 
     def _admissible(self) -> list[int] | None:
