@@ -209,10 +209,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {device!r} is unknown; use auto, cpu or cuda") from error
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' was asked for, but torch sees no GPU; use device='cpu' or 'auto'")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs")
     return resolved
 
 
@@ -220,12 +222,12 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     """Turn "auto" or a name into a dtype: fp32 on a CPU, bf16 on a GPU.
 
     Raises:
-        ConfigError: the name is not a floating-point dtype.
+        ConfigError: it is none that models are computed in.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+    if resolved not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"dtype {dtype!r} is unknown; use auto, float32, bfloat16 or float16")
     return resolved
 
@@ -243,6 +245,8 @@ def _load(
     else:
         where = resolve_device(device)
         what = resolve_dtype(dtype, where)
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {str(where)!r} is not supported; use auto, cpu or cuda")
     if isinstance(quantization, str):
         quantization = quantization_config(quantization, what, where)
     return load(model, dtype=what, device=where, tokenizer=tokenizer, quantization=quantization)

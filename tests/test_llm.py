@@ -208,7 +208,10 @@ def test_rules_by_name_and_object() -> None:
         ({"rule": "lucky"}, ConfigError, "unknown acceptance rule 'lucky'"),
         ({"dtype": "int8"}, ConfigError, "dtype 'int8' is unknown"),
         ({"dtype": "float33"}, ConfigError, "dtype 'float33' is unknown"),
+        ({"dtype": "float8_e4m3fn"}, ConfigError, "dtype 'float8_e4m3fn' is unknown"),
         ({"device": "gpu0"}, ConfigError, "device 'gpu0' is unknown"),
+        ({"device": None}, ConfigError, "device None is unknown"),
+        ({"device": "meta"}, ConfigError, "device 'meta' is not supported"),
         ({"max_model_len": 10**6}, ConfigError, "beyond the model's 256"),
     ],
 )
@@ -237,6 +240,11 @@ def test_device_and_dtype_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1").index == 1
+    with pytest.raises(ConfigError, match="device 'cuda:2' was asked for, but torch sees 2 GPUs"):
+        resolve_device("cuda:2")
 
 
 def test_import_is_light_and_names_are_public() -> None:
