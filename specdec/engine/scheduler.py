@@ -83,6 +83,8 @@ class Scheduler:
             self.running.append(request)
             self._reuse(request, found)
             budget -= self._add(plan, request, budget, nodes)
+        for item in plan.items:
+            self._reserve_nodes(item)
         return plan
 
     def can_admit(self) -> bool:
@@ -138,7 +140,10 @@ class Scheduler:
         del request.block_table[keep:]
 
     def _add(self, plan: Plan, request: Request, budget: int, nodes: Mapping[int, int] | None) -> int:
-        """Put a request into the plan if its slots can be had; return the rows that it takes of the budget."""
+        """Put a request into the plan if slots for its tokens can be had; return the rows that it takes of the budget.
+
+        Its nodes get theirs later: no request makes room for another one's drafts.
+        """
         rows = min(request.num_pending, budget)
         reaches_root = rows == request.num_pending
         max_nodes = 0
@@ -146,14 +151,18 @@ class Scheduler:
             max_nodes = nodes.get(request.id) or self.node_budget.allot([request], (budget - rows) // 2)[0]
         elif reaches_root:
             max_nodes = 1
-        spare = max(max_nodes - 1, 0)
-        if self._blocks_missing(request, request.num_computed + rows + spare) > self.pool.num_free:
-            max_nodes, spare = min(max_nodes, 1), 0
         if not self._reserve(plan, request, request.num_computed + rows):
             return 0
-        request.block_table += self.pool.allocate(self._blocks_missing(request, request.num_computed + rows + spare))
+        request.block_table += self.pool.allocate(self._blocks_missing(request, request.num_computed + rows))
         plan.items.append(Scheduled(request, rows - 1 if reaches_root else rows, max_nodes))
-        return rows + spare
+        return rows + max(max_nodes - 1, 0)
+
+    def _reserve_nodes(self, item: Scheduled) -> None:
+        """Reserve slots for the nodes below the root, of which there are no more than free blocks have room for."""
+        request, end = item.request, item.request.num_computed + item.num_causal
+        room = (len(request.block_table) + self.pool.num_free) * self.config.block_size - end
+        item.max_nodes = min(item.max_nodes, room)
+        request.block_table += self.pool.allocate(self._blocks_missing(request, end + item.max_nodes))
 
     def _reserve(self, plan: Plan, request: Request, num_slots: int) -> bool:
         """Make room for `num_slots` slots of a request by preempting the last ones; False if it had to go itself."""
