@@ -259,6 +259,19 @@ def test_side_by_side_too_only_the_same_salt_waits_for_a_prefix_and_shares_it(ti
     assert [r.stats.num_cached_tokens for r in requests] == [0, 0, 32]
 
 
+def test_what_a_request_computed_itself_is_not_counted_as_cached(tiny: PreTrainedModel) -> None:
+    """It had to make room before its first token, and found its own first blocks when it came back."""
+    engine = make_engine(tiny, num_blocks=8, max_model_len=128, max_num_batched_tokens=16, max_num_seqs=2)
+    engine.scheduler.lengths = Optimist()
+    first = engine.add([5 * i % VOCAB for i in range(60)], SamplingParams(max_new_tokens=40))
+    while not first.num_output:
+        engine.step()
+    last = engine.add([7 * i % VOCAB for i in range(64)], SamplingParams(max_new_tokens=5))
+    drain(engine)
+    assert engine.scheduler.num_preemptions and engine.pool.stats.num_hit_tokens
+    assert first.stats.num_cached_tokens == last.stats.num_cached_tokens == 0
+
+
 def test_switched_off_nothing_is_kept(tiny: PreTrainedModel) -> None:
     engine = make_engine(tiny, enable_prefix_caching=False)
     requests = run(engine, [SYSTEM] * 3, [SamplingParams(max_new_tokens=3)] * 3)

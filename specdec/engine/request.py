@@ -33,6 +33,7 @@ class Request:
         block_table: the blocks that hold its keys and values.
         priority: lower ones go first.
         num_computed: leading tokens whose keys and values are committed; always fewer than the tokens.
+        admitted: whether it has run before, be it that it waits again.
         proposers: for each output token, who proposed it.
         logprobs: for each output token, if asked for.
         stopping: called after each output token, the last one included, with the request as it stands then.
@@ -53,6 +54,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     priority: int = 0
     num_computed: int = 0
+    admitted: bool = False
     proposers: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stopping: Stopping | None = None

@@ -228,7 +228,8 @@ class Scheduler:
         self.pool.take(found, len(request.tokens))
         request.block_table += found
         request.num_computed = len(found) * self.config.block_size
-        if not request.num_output:
+        if not request.admitted:  # what it finds when it comes back it has computed itself
+            request.admitted = True
             request.stats.num_cached_tokens = request.num_computed
 
     def _blocks_missing(self, request: Request, num_slots: int) -> int:
