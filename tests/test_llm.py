@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import LLM, SamplingParams
+from specdec import LLM, SamplingParams, accelerate
 from specdec.drafters.ngram import NGramDrafter
-from specdec.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound, SpecdecError
+from specdec.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound, SpecdecError, UnsupportedModel
 from specdec.llm import resolve_device, resolve_dtype
 from specdec.verifier.rules import TypicalRule
 from tests.conftest import tiny_llama
@@ -218,6 +218,16 @@ def test_rules_by_name_and_object() -> None:
 def test_bad_options_are_named_errors(options: dict[str, object], error: type[SpecdecError], message: str) -> None:
     with pytest.raises(error, match=message):
         LLM(tiny_llama(), **options)  # type: ignore[arg-type]
+
+
+def test_a_model_on_several_devices_is_refused_by_name() -> None:
+    """The drop-in leaves it to transformers, whose hooks move what it computes."""
+    model = tiny_llama()
+    model.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedModel, match="the weights lie on cpu and meta; specdec runs a model on one device"):
+        LLM(model)
+    with accelerate(model) as accelerated:
+        assert accelerated.engine is None
 
 
 def test_an_unknown_model_is_named() -> None:
