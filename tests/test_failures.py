@@ -281,7 +281,7 @@ def test_a_step_in_a_step_is_refused_and_ends_the_request_that_asked(tiny: PreTr
         llm.generate([1])
         return scores
 
-    with pytest.raises(SpecdecError, match="a step of this engine is running; a logits processor"):
+    with pytest.raises(SpecdecError, match="a step of this engine is running; another thread, or a logits processor"):
         llm.generate(PROMPTS[0], SamplingParams(logits_processors=[generate]))
     assert not llm.engine.has_work and llm.engine.pool.num_free == 32
     assert len(llm.generate(PROMPTS)) == 3

@@ -67,6 +67,7 @@ def test_the_least_recently_used_is_evicted_from_its_end() -> None:
     pool.check_integrity([kept])
     pool.forget_cached()
     assert pool.find([1, 2, 3, 4, 0], None) == [] and pool.stats.num_cached_blocks == 0
+    assert pool.stats.num_evictions == 1, "what is forgotten made room for nobody"
 
 
 def test_blocks_that_were_found_are_not_counted_as_room() -> None:

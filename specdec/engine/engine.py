@@ -202,12 +202,12 @@ class Engine:
             The requests that ended.
 
         Raises:
-            SpecdecError: a step is running: a callback or a logits processor asked for another one.
+            SpecdecError: a step is running: another thread or the step itself asked for this one.
         """
         if self._stepping:
             raise SpecdecError(
-                "a step of this engine is running; a logits processor, a stopping criterion or a drafter that "
-                "generates needs an engine of its own"
+                "a step of this engine is running; another thread, or a logits processor, callback or drafter that "
+                "generates, needs an engine of its own"
             )
         self._stepping = True
         try:
