@@ -11,27 +11,28 @@ from transformers import PreTrainedTokenizerBase
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
 from specdec.cache.prefix import PrefixIndex
-from specdec.drafters.protocol import Drafter, DraftsOnDevice, KnowsChances, Observation, UsesCache
+from specdec.drafters.protocol import Drafter, DraftsOnDevice, KnowsChances, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
 from specdec.engine.capturable import why_eager, why_no_graph, why_not_captured
+from specdec.engine.committing import commit
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.cost import CostTable
 from specdec.engine.drafting import draft
 from specdec.engine.emit import deliver, deliver_captured
 from specdec.engine.forwards import ForwardGraphs
 from specdec.engine.graphs import Outcome, StepGraphs
-from specdec.engine.packing import Packed, pack
+from specdec.engine.packing import pack
 from specdec.engine.recorder import Recorder
 from specdec.engine.request import ABORT, Request, Stopping
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
 from specdec.errors import InvalidRequest, SpecdecError
-from specdec.models.batch import Batch, slot
+from specdec.models.batch import Batch
 from specdec.models.decoder import Decoder
 from specdec.models.protocol import PackedModel
 from specdec.params import MAX_SEED, SamplingParams
-from specdec.verifier.rules import AcceptanceRule, Accepted, VerifyQuery
+from specdec.verifier.rules import AcceptanceRule, VerifyQuery
 
 
 class Engine:
@@ -237,7 +238,7 @@ class Engine:
         hidden = self._forward(packed.batch)  # [N, H]
         logits = self.model.logits(hidden[packed.tree_rows])  # [nodes, V]
         accepted = self.rule(tree, logits, _verify_queries(plan, self.eos_token_ids), self._num_real_tokens)
-        self._commit(plan, packed, accepted, hidden)
+        commit(plan, packed, accepted, hidden, self.pages, self.scheduler, self.drafter)
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
             if item.request.finish_reason is None:  # nobody aborted it while the step ran
                 deliver(item.request, result, tree, b, logits, self.drafter.name)
@@ -257,27 +258,6 @@ class Engine:
             AssertionError: one is; the message names it.
         """
         self.pool.check_integrity(r.block_table for r in self.scheduler.running)
-
-    def _commit(self, plan: Plan, packed: Packed, accepted: Sequence[Accepted], hidden: torch.Tensor) -> None:
-        """Make the accepted path of each item contiguous in the cache, and tell the drafter what was committed."""
-        src: list[int] = []
-        dst: list[int] = []
-        rows: list[int] = []
-        counts: list[int] = []
-        results = iter(accepted)
-        for item, start in zip(plan.items, packed.starts, strict=True):
-            path = next(results).path if item.max_nodes else ()
-            root = item.request.num_computed + item.num_causal  # key of the root
-            moves = [(node, depth) for depth, node in enumerate(path) if node != depth]
-            src += [slot(item.request.block_table, root + node, self.config.block_size) for node, _ in moves]
-            dst += [slot(item.request.block_table, root + depth, self.config.block_size) for _, depth in moves]
-            rows += [*range(start, start + item.num_causal), *(start + item.num_causal + node for node in path)]
-            counts.append(item.num_causal + len(path))
-            item.request.num_computed += counts[-1]
-            self.scheduler.trim(item.request)
-        self.pages.commit(src, dst)
-        seen = hidden[torch.tensor(rows, device=hidden.device)] if self.drafter.reads_hidden else None
-        self.drafter.observe(Observation([item.request.id for item in plan.items], counts, seen))
 
     def _emit_captured(self, outcomes: Sequence[Outcome]) -> None:
         """Deliver what a captured step emitted."""
