@@ -324,7 +324,7 @@ def test_a_preempted_request_takes_up_what_is_left_of_it(tiny: PreTrainedModel) 
     params = SamplingParams(max_new_tokens=40, seed=0)
     prompts = [[i, *SYSTEM[:30]] for i in range(3)]
     want = outputs(run(make_engine(tiny), prompts, [params] * 3))
-    engine = make_engine(tiny, num_blocks=12, max_model_len=96)
+    engine = make_engine(tiny, num_blocks=9, max_model_len=96)
     requests = run(engine, prompts, [params] * 3)
     assert outputs(requests) == want and engine.scheduler.num_preemptions
     assert engine.pool.stats.num_hit_tokens >= 16
