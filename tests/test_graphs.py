@@ -454,6 +454,7 @@ def test_tokens_before_a_dead_end_are_delivered() -> None:
     while request.num_output < 2:
         engine.step()
     engine._emit_captured([Outcome(request, [7, -1], False, 3, 4)])
+    assert engine._retire() == [request]
     assert (request.tokens[-1], request.num_output, request.finish_reason) == (7, 3, "error")
     assert engine.pool.num_free == engine.pool.num_blocks
 
