@@ -44,6 +44,7 @@ class BlockPool:
             raise OutOfBlocks(f"{count} KV cache blocks are needed and {self.num_free} of {self.num_blocks} are free")
         while len(self._free) < count:
             self._evict()
+            self._num_evictions += 1
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
@@ -117,7 +118,6 @@ class BlockPool:
         block = next(iter(self._cached))
         del self._cached[block]
         self._make_free(block)
-        self._num_evictions += 1
 
     def _make_free(self, block: int) -> None:
         if self._index is not None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specdec.errors import ConfigError
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, KVFormat, Pages, QuantizedPages, store
 from specdec.kernels.ops import choose_ops
 
@@ -69,6 +70,9 @@ class KVPages:
         num_blocks: blocks in the pool.
         block_size: tokens a block.
         device: where the pages live.
+
+    Raises:
+        ConfigError: the device has no room for them.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -82,7 +86,14 @@ class KVPages:
         widths = (
             {layout.dtype: dim} if how is None else {torch.uint8: how.code_width(dim), SCALE_DTYPE: how.num_scales(dim)}
         )
-        self._storage = [torch.empty(*shape, width, dtype=dtype, device=device) for dtype, width in widths.items()]
+        try:
+            self._storage = [torch.empty(*shape, width, dtype=dtype, device=device) for dtype, width in widths.items()]
+        except RuntimeError as error:  # of which running out of memory is one
+            raise ConfigError(
+                f"the KV cache can't be allocated: {num_blocks} blocks of {block_size} tokens, "
+                f"{num_blocks * block_size * layout.bytes_per_token / 2**30:.2f} GiB; give a smaller num_blocks, "
+                "kv_cache_memory, gpu_memory_utilization or max_model_len"
+            ) from error
         sides = [[_pages(how, [part[i, side] for part in self._storage]) for i in range(shape[0])] for side in (0, 1)]
         self.k, self.v = sides  # each layer's [num_blocks, block_size, num_kv_heads, D]
 

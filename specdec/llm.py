@@ -1,8 +1,10 @@
 """The Python API: `LLM(model, drafter=...)`, then `generate`, `chat` or `stream`."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Number
+from operator import index
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,7 +23,6 @@ from specdec.verifier.rules import AcceptanceRule
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
-T = TypeVar("T")
 
 
 class LLM:
@@ -100,9 +101,8 @@ class LLM:
             SpecdecError: the target's logits are broken, or the drafter failed.
             Exception: whatever a logits processor raised. Like the two above it ends the whole call.
         """
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many: list[Any] = [prompts] if one else list(prompts)
-        return self._run([self._encode(p) for p in many], _spread(params or SamplingParams(), len(many)))
+        many = _prompts(prompts)
+        return self._run([self._encode(p) for p in many], _spread(params, len(many)))
 
     def chat(
         self,
@@ -120,18 +120,22 @@ class LLM:
         """
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         many: list[Any] = [messages] if one else list(messages)
-        return self._run([self.encode_chat(m) for m in many], _spread(params or SamplingParams(), len(many)))
+        return self._run([self.encode_chat(m) for m in many], _spread(params, len(many)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Answer one prompt piece by piece; closing the iterator ends the request and frees its blocks.
 
+        The request is queued when the first piece is asked for.
+
         Raises:
             InvalidRequest: as in `generate`, at the call; or more than one answer is asked for.
         """
-        if params is not None and params.n != 1:
-            raise InvalidRequest(f"a stream is of one answer; n is {params.n}, use generate() for several")
-        request = self.engine.add(self._encode(prompt), params or SamplingParams())
-        return self.follow(request)
+        (one,) = _spread(params, 1)
+        if one.n != 1:
+            raise InvalidRequest(f"a stream is of one answer; n is {one.n}, use generate() for several")
+        ids = self._encode(prompt)
+        self.engine.check(ids, one)
+        return self._stream(ids, one)
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Return the token ids of a conversation, ready for an answer.
@@ -142,35 +146,50 @@ class LLM:
         return self.encoder.chat(messages)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        return self.encoder.text(prompt)
+        if isinstance(prompt, str):
+            return self.encoder.text(prompt)
+        if isinstance(prompt, (Mapping, bytes)) or not isinstance(prompt, Iterable):
+            raise InvalidRequest(f"a prompt must be text or token ids, not {prompt!r:.80}")
+        try:
+            return [index(token) for token in prompt]  # NumPy's and torch's integers too
+        except TypeError as error:
+            raise InvalidRequest(f"a prompt must be text or whole token ids: {error}") from error
 
     def _run(self, prompts: list[list[int]], params: Sequence[SamplingParams]) -> list[Completion]:
         requests: list[Request] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
                 requests += self.engine.add_answers(prompt, p)
-            while any(r.finish_reason is None for r in requests):
-                self.engine.step()
-                for request in requests:
-                    request.check()
+            left = set(requests)
+            while left:
+                for request in self.engine.step():
+                    if request in left:
+                        request.check()
+                        left.remove(request)
         finally:
             for request in requests:
                 self.engine.abort(request)
         return [r.completion() for r in requests]
 
+    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[StreamChunk]:
+        yield from self.follow(self.engine.add(prompt, params))
+
     def follow(self, request: Request) -> Iterator[StreamChunk]:
         """Run the engine and yield what it adds to a request, until the request ends.
+
+        Steps that others run add to it too: what they added comes with the next chunk.
 
         Raises:
             Exception: what ended the request, if it failed; after the last chunk.
         """
         tokens = chars = 0
+        ended = False
         try:
-            while request.finish_reason is None:
-                self.engine.step()
-                if request.num_output > tokens:
+            while not ended:
+                if request.finish_reason is None and request.num_output == tokens:
+                    self.engine.step()
+                ended = request.finish_reason is not None
+                if ended or request.num_output > tokens:
                     output = request.tokens[request.prompt_len + tokens :]
                     text, proposers = request.text[chars:], request.proposers[tokens:]
                     tokens, chars = request.num_output, len(request.text)
@@ -190,10 +209,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {device!r} is unknown; use auto, cpu or cuda") from error
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' was asked for, but torch sees no GPU; use device='cpu' or 'auto'")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs")
     return resolved
 
 
@@ -201,12 +222,12 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     """Turn "auto" or a name into a dtype: fp32 on a CPU, bf16 on a GPU.
 
     Raises:
-        ConfigError: the name is not a floating-point dtype.
+        ConfigError: it is none that models are computed in.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+    if resolved not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"dtype {dtype!r} is unknown; use auto, float32, bfloat16 or float16")
     return resolved
 
@@ -224,17 +245,33 @@ def _load(
     else:
         where = resolve_device(device)
         what = resolve_dtype(dtype, where)
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {str(where)!r} is not supported; use auto, cpu or cuda")
     if isinstance(quantization, str):
         quantization = quantization_config(quantization, what, where)
     return load(model, dtype=what, device=where, tokenizer=tokenizer, quantization=quantization)
 
 
-def _spread(params: T | Sequence[T], count: int) -> Sequence[T]:
-    if not isinstance(params, Sequence):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequest(f"{len(params)} SamplingParams were given for {count} prompts; give one, or one for each")
-    return params
+def _prompts(prompts: Any) -> list[Any]:
+    """Several prompts as a list; one prompt, text or token ids, as a list of one."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        return [prompts]
+    many = list(prompts)
+    is_ids = bool(many) and (isinstance(many[0], Number) or getattr(many[0], "ndim", None) == 0)
+    return [many] if is_ids else many
+
+
+def _spread(params: Any, count: int) -> list[SamplingParams]:
+    """Parameters for each of so many prompts."""
+    if params is None:
+        params = SamplingParams()
+    spread = list(params) if isinstance(params, Sequence) else [params] * count
+    if len(spread) != count:
+        raise InvalidRequest(f"{len(spread)} SamplingParams were given for {count} prompts; give one, or one for each")
+    for p in spread:
+        if not isinstance(p, SamplingParams):
+            raise InvalidRequest(f"params must be SamplingParams, not {p!r:.80}")
+    return spread
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

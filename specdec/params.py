@@ -98,7 +98,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", _bounded("stop", self.stop, MAX_STOPS))
         _check_int("max_new_tokens", self.max_new_tokens, low=1)
         _check_real("temperature", self.temperature, "at least 0", lambda x: x >= 0)
         _check_int("top_k", self.top_k, low=0)
@@ -107,10 +107,9 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, low=0, high=MAX_SEED)
         _check_int("n", self.n, low=1, high=MAX_SAMPLES)
-        if len(self.stop) > MAX_STOPS:
-            raise InvalidRequest(f"{len(self.stop)} stop strings were given; at most {MAX_STOPS} are allowed")
-        if type(self.detokenize) is not bool:
-            raise InvalidRequest(f"detokenize must be True or False, not {self.detokenize!r}")
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings are looked for in the text; leave detokenize on, or use stop_token_ids")
         if any(not isinstance(s, str) or not s for s in self.stop):
@@ -190,7 +189,7 @@ def _check_real(name: str, value: Any, bounds: str, ok: Any) -> None:
 def _bounded(name: str, values: Any, most: int) -> tuple[Any, ...]:
     """The values as a tuple; nothing is copied before their number is known to be small."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or not isinstance(values, Sized):
-        raise InvalidRequest(f"{name} must be a list, not {values!r}")
+        raise InvalidRequest(f"{name} must be a list, not {values!r:.80}")
     if len(values) > most:
         raise InvalidRequest(f"{name} has {len(values)} entries; at most {most} are allowed")
     return tuple(values)

@@ -196,6 +196,17 @@ def test_draining_finishes_what_runs_and_ends_what_takes_too_long(model: PreTrai
     run(main())
 
 
+def test_closing_ends_those_who_read(model: PreTrainedModel) -> None:
+    async def main() -> None:
+        async with running(make_engine(model)) as served:
+            reader = asyncio.create_task(collect(served, [1], SamplingParams(max_new_tokens=255)))
+            await until(lambda: served.engine.num_steps > 2)
+        chunks = await asyncio.wait_for(reader, 10)
+        assert chunks[-1].finish_reason == "abort"
+
+    run(main())
+
+
 class BrokenRule(CoupledRule):
     """Fails at its third step."""
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +220,12 @@ def test_stop_strings_need_a_tokenizer(tiny: PreTrainedModel) -> None:
         {"logprobs": True},
         {"num_speculative_tokens": 64},
         {"num_speculative_tokens": -1},
+        {"stop": None},
+        {"stop": 5},
+        {"stop": iter("ab")},
+        {"ignore_eos": "no"},
+        {"skip_special_tokens": 1},
+        {"detokenize": None},
     ],
 )
 def test_absurd_parameters_are_refused_by_name(bad: dict[str, object]) -> None:
@@ -239,9 +246,11 @@ def test_one_stop_string_may_be_given_bare() -> None:
         {"max_num_seqs": 0},
         {"max_num_batched_tokens": 3},
         {"max_model_len": True},
+        {"block_size": 16.0},
+        {"gpu_memory_utilization": [0.9]},
     ],
 )
-def test_absurd_sizes_are_refused_by_name(bad: dict[str, int]) -> None:
+def test_absurd_sizes_are_refused_by_name(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         EngineConfig(**bad)
 

@@ -158,7 +158,7 @@ def test_generate_raises_what_its_request_failed_by_and_goes_on_working(tiny: Pr
     with pytest.raises(MyError):
         for chunk in llm.stream(PROMPTS[0], SamplingParams(max_new_tokens=9, logits_processors=[FailsAt(5)])):
             chunks.append(chunk)
-    assert [len(chunk.token_ids) for chunk in chunks] == [1, 1]
+    assert [len(chunk.token_ids) for chunk in chunks] == [1, 1, 0] and chunks[-1].finish_reason == "error"
     assert len(llm.generate(PROMPTS, good)) == 3
 
 
@@ -174,6 +174,117 @@ def test_a_stream_is_not_hurt_by_another(tiny: PreTrainedModel) -> None:
     assert tokens == alone.token_ids
     with pytest.raises(MyError):
         next(bad), next(bad), next(bad)
+
+
+PARTS = ["model.forward", "model.logits", "rule.__call__", "pages.commit", "drafter.observe", "drafter.propose"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_step_that_breaks_off_is_as_if_it_had_not_been(
+    part: str, call: int, tiny: PreTrainedModel, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it had done by then: the requests go on from the tokens that they have."""
+    known = {tuple(p): a for p, a in zip(PROMPTS, answers, strict=True)}
+    engine = make_engine(tiny, OracleDrafter(known, "wide"), max_nodes=8)
+    requests = [engine.add(p, SamplingParams(max_new_tokens=LENGTH)) for p in PROMPTS]
+    owner, name = part.split(".")
+    kind, calls = type(getattr(engine, owner)), list[None]()
+    real = getattr(kind, name)
+
+    def breaks(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(kind, name, breaks)
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine)
+    engine.check_integrity()
+    drain(engine)
+    assert outputs(requests) == answers and [r.finish_reason for r in requests] == ["length"] * 3
+
+
+@pytest.mark.parametrize("where", [1, 4])
+def test_an_interrupted_delivery_takes_out_those_that_have_ended(
+    where: int, tiny: PreTrainedModel, answers: list[list[int]]
+) -> None:
+    def stopping(request: Request) -> bool:
+        if request.num_output == where:
+            raise KeyboardInterrupt
+        return False
+
+    engine = make_engine(tiny)
+    first, last = (
+        engine.add(p, SamplingParams(max_new_tokens=n)) for p, n in zip(PROMPTS[::2], (where, LENGTH), strict=True)
+    )
+    middle = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=LENGTH), stopping=stopping)
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine)
+    assert first.finish_reason == "length" and first not in engine.scheduler.running
+    drain(engine)
+    assert outputs([first, middle, last]) == [answers[0][:where], answers[1], answers[2]]
+
+
+def test_a_failing_tokenizer_ends_the_request_that_it_fails_for(
+    tiny: PreTrainedModel, answers: list[list[int]]
+) -> None:
+    class Fails:
+        def decode(self, token_ids: list[int], **options: bool) -> str:
+            if answers[1][3] in token_ids:
+                raise MyError
+            return "x" * len(token_ids)
+
+    engine = make_engine(tiny)
+    engine.tokenizer = Fails()  # type: ignore[assignment]
+    requests = [engine.add(p, SamplingParams(max_new_tokens=LENGTH)) for p in PROMPTS[1::-1]]
+    end = answers[1].index(answers[1][3])
+    drain(engine)
+    assert outputs(requests[:1])[0] == answers[1][:end] and isinstance(requests[0].error, MyError)
+    assert len(requests[0].proposers) == len(requests[0].text) == requests[0].stats.num_output_tokens == end
+
+
+@pytest.mark.parametrize("who", ["itself", "another", "one that waits"])
+@pytest.mark.parametrize("how", ["callback", "processor"])
+def test_a_request_may_be_aborted_in_the_middle_of_a_step(
+    who: str, how: str, tiny: PreTrainedModel, answers: list[list[int]]
+) -> None:
+    known = {tuple(p): a for p, a in zip(PROMPTS, answers, strict=True)}
+    engine = make_engine(tiny, OracleDrafter(known, "wide"), max_num_seqs=2, max_num_batched_tokens=64)
+    requests: list[Request] = []
+
+    def abort(*args: Any) -> bool:
+        if requests[0].num_output >= 2:
+            engine.abort(requests[["itself", "another", "one that waits"].index(who)])
+        return False
+
+    def process(ids: Tensor, scores: Tensor) -> Tensor:
+        abort()
+        return scores
+
+    params = SamplingParams(max_new_tokens=LENGTH, logits_processors=[process] if how == "processor" else [])
+    requests.append(engine.add(PROMPTS[0], params, stopping=abort if how == "callback" else None))
+    requests += [engine.add(p, SamplingParams(max_new_tokens=LENGTH)) for p in PROMPTS[1:]]
+    drain(engine)
+    reasons = [r.finish_reason for r in requests]
+    assert reasons.count("abort") == 1
+    for request, answer, reason in zip(requests, answers, reasons, strict=True):
+        got = outputs([request])[0]
+        assert got == (answer[: len(got)] if reason == "abort" else answer)
+
+
+def test_a_step_in_a_step_is_refused_and_ends_the_request_that_asked(tiny: PreTrainedModel) -> None:
+    llm = LLM(tiny, "none", num_blocks=32)
+
+    def generate(ids: Tensor, scores: Tensor) -> Tensor:
+        llm.generate([1])
+        return scores
+
+    with pytest.raises(SpecdecError, match="a step of this engine is running; another thread, or a logits processor"):
+        llm.generate(PROMPTS[0], SamplingParams(logits_processors=[generate]))
+    assert not llm.engine.has_work and llm.engine.pool.num_free == 32
+    assert len(llm.generate(PROMPTS)) == 3
 
 
 def test_the_drop_in_raises_the_users_own_error(tiny: PreTrainedModel) -> None:

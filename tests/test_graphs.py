@@ -113,6 +113,26 @@ def test_tokens_are_those_of_eager_steps(name: str) -> None:
         assert max(r.stats.mean_acceptance_length for r in requests) > 1.2, "no draft was right: nothing was tested"
 
 
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interrupted_step_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is ahead of the host then: what it did is forgotten, and all requests are computed anew."""
+    want, calls, wait = plain(GREEDY), list[Mark](), Mark.wait
+
+    def interrupted(mark: Mark) -> None:
+        calls.append(mark)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        wait(mark)
+
+    monkeypatch.setattr(Mark, "wait", interrupted)
+    engine = graph_engine(BushDrafter(successors(want)), max_nodes=4)
+    requests = [engine.add(prompt, params) for prompt, params in zip(PROMPTS, GREEDY, strict=True)]
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine)
+    drain(engine)
+    assert outputs(requests) == want and len(calls) > call
+
+
 def test_a_request_may_limit_its_own_drafts() -> None:
     want = plain(GREEDY)
     params = [replace(p, num_speculative_tokens=k) for p, k in zip(GREEDY, (0, 2, None), strict=True)]
@@ -434,6 +454,7 @@ def test_tokens_before_a_dead_end_are_delivered() -> None:
     while request.num_output < 2:
         engine.step()
     engine._emit_captured([Outcome(request, [7, -1], False, 3, 4)])
+    assert engine._retire() == [request]
     assert (request.tokens[-1], request.num_output, request.finish_reason) == (7, 3, "error")
     assert engine.pool.num_free == engine.pool.num_blocks
 

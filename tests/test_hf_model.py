@@ -84,6 +84,16 @@ def test_speculation_is_invisible_and_equal_to_generate(required: PreTrainedMode
                 assert engine.num_steps < 20, "nothing was accepted"
 
 
+def test_a_draft_may_reach_behind_the_last_position(required: PreTrainedModel) -> None:
+    """A table of positions has no row for such a node, which is never emitted."""
+    prompt = [7 * i % VOCAB for i in range(120)]
+    target, params = HFModel(required), SamplingParams(max_new_tokens=100)
+    want = run(make_engine(target, max_model_len=128), [prompt], [params])[0].tokens
+    assert len(want) == 128
+    for drafter in (RandomDrafter(), OracleDrafter({tuple(prompt): want[120:] * 9})):
+        assert run(make_engine(target, drafter, max_model_len=128), [prompt], [params])[0].tokens == want
+
+
 def test_sampled_speculation_is_invisible(required: PreTrainedModel) -> None:
     params = [SamplingParams(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=i) for i in range(3)]
     prompts = [[1, 2, 3], [70] * 9, [8]]

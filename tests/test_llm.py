@@ -1,13 +1,15 @@
 """The Python API over a tiny model with a real tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from specdec import LLM, SamplingParams
+from specdec import LLM, SamplingParams, accelerate
 from specdec.drafters.ngram import NGramDrafter
-from specdec.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound, SpecdecError
+from specdec.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound, SpecdecError, UnsupportedModel
 from specdec.llm import resolve_device, resolve_dtype
 from specdec.verifier.rules import TypicalRule
 from tests.conftest import tiny_llama
@@ -106,6 +108,64 @@ def test_stream_adds_up_and_may_be_closed_early(llm: LLM) -> None:
         llm.stream([])
 
 
+def test_a_stream_gets_what_the_steps_of_others_added(llm: LLM) -> None:
+    (whole,) = llm.generate("stream", PARAMS)
+    for num_others in (1, 5, 40):
+        stream = llm.stream("stream", PARAMS)
+        chunks = [next(stream)]
+        llm.generate("other", SamplingParams(max_new_tokens=num_others))  # the last one also ends the stream's request
+        chunks += stream
+        assert [t for c in chunks for t in c.token_ids] == whole.token_ids
+        assert "".join(c.text for c in chunks) == whole.text and chunks[-1].finish_reason == "length"
+    stream = llm.stream("stream", PARAMS)
+    chunks = [next(stream)]
+    (request,) = llm.engine.scheduler.running
+    llm.engine.abort(request)
+    assert [(c.token_ids, c.finish_reason) for c in stream] == [([], "abort")]
+
+
+def test_a_stream_that_nobody_reads_leaves_nothing(llm: LLM) -> None:
+    llm.stream("stream", PARAMS).close()
+    llm.stream("stream", PARAMS)
+    assert not llm.engine.has_work
+
+
+def test_token_ids_may_be_of_any_integer_kind(llm: LLM) -> None:
+    (want,) = llm.generate([1, 2, 3], PARAMS)
+    for ids in (
+        np.array([1, 2, 3]),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([[1, 2, 3]]),
+        [np.int64(1), 2, 3],
+        (1, 2, 3),
+    ):
+        (got,) = llm.generate(ids, PARAMS)  # type: ignore[arg-type]
+        assert (got.token_ids, got.prompt_token_ids) == (want.token_ids, [1, 2, 3])
+        assert {type(token) for token in got.prompt_token_ids} == {int}
+    assert len(llm.generate(iter(["a", "b"]), PARAMS)) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [{"prompt": "hi"}, [{"prompt_token_ids": [1]}], [1.5], [[1, 2.0]], [None], [[None]], b"hi", [["a"]], None, 5],
+)
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a prompt must be text or"):
+        llm.generate(prompts, PARAMS)
+    with pytest.raises(InvalidRequest, match="token ids must be whole numbers, not 1.5"):
+        llm.engine.add([1, 1.5], PARAMS)  # type: ignore[list-item]
+
+
+def test_what_are_no_params_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="0 SamplingParams were given for 1 prompts"):
+        llm.generate(["a"], [])
+    for bad in ({"temperature": 1}, [None], 3):
+        with pytest.raises(InvalidRequest, match="params must be SamplingParams"):
+            llm.generate(["a"], bad)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="params must be SamplingParams"):
+        llm.stream("a", {"n": 1})  # type: ignore[arg-type]
+
+
 def test_eos_comes_from_the_model_or_its_tokenizer() -> None:
     model = tiny_llama(vocab_size=100, dtype=torch.float32)
     free = LLM(model, tokenizer=letters()).generate("hello", PARAMS)[0].token_ids
@@ -148,13 +208,26 @@ def test_rules_by_name_and_object() -> None:
         ({"rule": "lucky"}, ConfigError, "unknown acceptance rule 'lucky'"),
         ({"dtype": "int8"}, ConfigError, "dtype 'int8' is unknown"),
         ({"dtype": "float33"}, ConfigError, "dtype 'float33' is unknown"),
+        ({"dtype": "float8_e4m3fn"}, ConfigError, "dtype 'float8_e4m3fn' is unknown"),
         ({"device": "gpu0"}, ConfigError, "device 'gpu0' is unknown"),
+        ({"device": None}, ConfigError, "device None is unknown"),
+        ({"device": "meta"}, ConfigError, "device 'meta' is not supported"),
         ({"max_model_len": 10**6}, ConfigError, "beyond the model's 256"),
     ],
 )
 def test_bad_options_are_named_errors(options: dict[str, object], error: type[SpecdecError], message: str) -> None:
     with pytest.raises(error, match=message):
         LLM(tiny_llama(), **options)  # type: ignore[arg-type]
+
+
+def test_a_model_on_several_devices_is_refused_by_name() -> None:
+    """The drop-in leaves it to transformers, whose hooks move what it computes."""
+    model = tiny_llama()
+    model.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedModel, match="the weights lie on cpu and meta; specdec runs a model on one device"):
+        LLM(model)
+    with accelerate(model) as accelerated:
+        assert accelerated.engine is None
 
 
 def test_an_unknown_model_is_named() -> None:
@@ -177,6 +250,11 @@ def test_device_and_dtype_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1").index == 1
+    with pytest.raises(ConfigError, match="device 'cuda:2' was asked for, but torch sees 2 GPUs"):
+        resolve_device("cuda:2")
 
 
 def test_import_is_light_and_names_are_public() -> None:

@@ -65,6 +65,12 @@ def test_where_nothing_fits_the_message_says_what_would() -> None:
     assert [show_bytes(n) for n in (1023, 2048, 3 << 19, 5 << 30)] == ["1023 bytes", "2.00 KiB", "1.50 MiB", "5.00 GiB"]
 
 
+def test_a_cache_that_cannot_be_allocated_is_refused_by_name() -> None:
+    for size in ({"num_blocks": 1 << 50}, {"num_blocks": None, "kv_cache_memory": 1 << 60}):
+        with pytest.raises(ConfigError, match=r"can't be allocated: .* GiB; give a smaller num_blocks"):
+            make_engine(tiny_llama(), **size)
+
+
 def test_a_draft_models_layers_count() -> None:
     target, draft = Decoder(tiny_llama()), Decoder(tiny_llama(seed=1, num_hidden_layers=1))
     both = HybridDrafter(NGramDrafter(), DraftModelDrafter(draft, VOCAB))

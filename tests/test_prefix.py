@@ -67,6 +67,7 @@ def test_the_least_recently_used_is_evicted_from_its_end() -> None:
     pool.check_integrity([kept])
     pool.forget_cached()
     assert pool.find([1, 2, 3, 4, 0], None) == [] and pool.stats.num_cached_blocks == 0
+    assert pool.stats.num_evictions == 1, "what is forgotten made room for nobody"
 
 
 def test_blocks_that_were_found_are_not_counted_as_room() -> None:
@@ -259,6 +260,19 @@ def test_side_by_side_too_only_the_same_salt_waits_for_a_prefix_and_shares_it(ti
     assert [r.stats.num_cached_tokens for r in requests] == [0, 0, 32]
 
 
+def test_what_a_request_computed_itself_is_not_counted_as_cached(tiny: PreTrainedModel) -> None:
+    """It had to make room before its first token, and found its own first blocks when it came back."""
+    engine = make_engine(tiny, num_blocks=8, max_model_len=128, max_num_batched_tokens=16, max_num_seqs=2)
+    engine.scheduler.lengths = Optimist()
+    first = engine.add([5 * i % VOCAB for i in range(60)], SamplingParams(max_new_tokens=40))
+    while not first.num_output:
+        engine.step()
+    last = engine.add([7 * i % VOCAB for i in range(64)], SamplingParams(max_new_tokens=5))
+    drain(engine)
+    assert engine.scheduler.num_preemptions and engine.pool.stats.num_hit_tokens
+    assert first.stats.num_cached_tokens == last.stats.num_cached_tokens == 0
+
+
 def test_switched_off_nothing_is_kept(tiny: PreTrainedModel) -> None:
     engine = make_engine(tiny, enable_prefix_caching=False)
     requests = run(engine, [SYSTEM] * 3, [SamplingParams(max_new_tokens=3)] * 3)
@@ -310,7 +324,7 @@ def test_a_preempted_request_takes_up_what_is_left_of_it(tiny: PreTrainedModel) 
     params = SamplingParams(max_new_tokens=40, seed=0)
     prompts = [[i, *SYSTEM[:30]] for i in range(3)]
     want = outputs(run(make_engine(tiny), prompts, [params] * 3))
-    engine = make_engine(tiny, num_blocks=12, max_model_len=96)
+    engine = make_engine(tiny, num_blocks=9, max_model_len=96)
     requests = run(engine, prompts, [params] * 3)
     assert outputs(requests) == want and engine.scheduler.num_preemptions
     assert engine.pool.stats.num_hit_tokens >= 16

@@ -19,7 +19,7 @@ from specdec.engine.text import StopChecker
 from specdec.models.batch import Batch
 from specdec.params import SamplingParams
 from tests.engines import Optimist, drain, make_engine, outputs, run
-from tests.scripted import RandomDrafter
+from tests.scripted import AdversarialDrafter, RandomDrafter
 
 BLOCK = 16
 
@@ -95,6 +95,22 @@ def test_predicted_lengths_save_preemptions_and_keep_the_pool_full(seed: int) ->
     assert predicted.usage > 0.8 > 1.5 * pessimist.usage
     assert predicted.num_steps < 1.15 * optimist.num_steps and predicted.num_steps < 0.7 * pessimist.num_steps
     assert predicted.started == sorted(predicted.started), "somebody was overtaken"
+
+
+@pytest.mark.parametrize("num_blocks", [4, 5])
+def test_nobody_makes_room_for_another_ones_drafts(num_blocks: int, tiny: PreTrainedModel) -> None:
+    """The first has drafts for all blocks that are free when the second needs one for its own token."""
+    prompts = [[7 * i % 97 for i in range(17)], [5 * i % 97 for i in range(15)]]
+    params = [SamplingParams(max_new_tokens=12)] * 2
+    size = {"num_blocks": num_blocks, "max_model_len": 48, "enable_prefix_caching": False}
+    plain = make_engine(tiny, **size)
+    want = outputs(run(plain, prompts, params))
+    assert plain.scheduler.num_preemptions == 0
+    for drafter in (RandomDrafter(), AdversarialDrafter({tuple(p): a for p, a in zip(prompts, want, strict=True)})):
+        engine = make_engine(tiny, drafter, **size)
+        requests = run(engine, prompts, params)
+        assert outputs(requests) == want and engine.scheduler.num_preemptions == 0
+        assert all(r.stats.num_draft_tokens for r in requests), "nothing was drafted"
 
 
 def test_a_request_alone_is_always_admitted() -> None:

@@ -11,7 +11,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_model_len: int) -> 
     """Refuse a prompt that can't be run.
 
     Raises:
-        InvalidRequest: it is empty, leaves no room for an answer, or holds ids outside the vocabulary.
+        InvalidRequest: it is empty, leaves no room for an answer, or holds what is no id of the vocabulary.
     """
     if not prompt:
         raise InvalidRequest("the prompt is empty; give at least one token")
@@ -20,9 +20,11 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_model_len: int) -> 
             f"the prompt has {len(prompt)} tokens and the context limit is {max_model_len}, "
             "one of which must be left for the answer; shorten the prompt or raise max_model_len"
         )
-    bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
-    if bad is not None:
-        raise InvalidRequest(f"token id {bad} is outside the vocabulary of {vocab_size} tokens")
+    for token in prompt:
+        if not isinstance(token, int):
+            raise InvalidRequest(f"token ids must be whole numbers, not {token!r:.80}")
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab_size} tokens")
 
 
 def check_token_ids(

@@ -156,6 +156,7 @@ class Answers:
             raise StopAsyncIteration
         chunk = await self._chunks.get()
         if isinstance(chunk, Exception):
+            self._error = chunk  # nothing comes after it
             raise chunk
         self.num_open -= chunk.finish_reason is not None
         self._error = chunk.error

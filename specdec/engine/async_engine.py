@@ -165,6 +165,7 @@ class AsyncEngine:
                 if self.engine.has_work:
                     self.engine.step()
                 self._collect()
+            self._collect()  # of those that were ended just before
         except Exception as error:  # not to carry on: whoever waits must hear of it
             self._fail(error)
         self._news.put(None)

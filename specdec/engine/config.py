@@ -58,7 +58,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_size not in (16, 32, 64):
+        if type(self.block_size) is not int or self.block_size not in (16, 32, 64):
             raise ConfigError(f"block_size must be 16, 32 or 64, not {self.block_size!r}")
         for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_nodes"):
             value = getattr(self, name)
@@ -89,7 +89,8 @@ class EngineConfig:
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory)
         share = self.gpu_memory_utilization
-        if share is not None and (isinstance(share, (bool, str)) or not 0 < share <= 1):
+        number = isinstance(share, (int, float)) and not isinstance(share, bool)
+        if share is not None and not (number and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
 
 

@@ -9,7 +9,7 @@ from specdec.errors import SpecdecError
 from specdec.verifier.tree import TokenTree
 
 
-def draft(drafter: Drafter, plan: Plan, vocab_size: int) -> tuple[TokenTree, list[Request]]:
+def draft(drafter: Drafter, plan: Plan, vocab_size: int) -> TokenTree:
     """Return a tree for each decoding item of a plan, in order.
 
     Where that fails, the drafter is asked again for one request at a time, so that the failure finds its request: it
@@ -20,15 +20,13 @@ def draft(drafter: Drafter, plan: Plan, vocab_size: int) -> tuple[TokenTree, lis
         plan: the step.
         vocab_size: V of the target.
 
-    Returns:
-        The trees, and the requests that were ended.
     """
     queries = [_query(item) for item in plan.decoding]
     trees, failed = [TokenTree.build([], [])], list[Request]()
     if not queries:
-        return trees[0], failed
+        return trees[0]
     try:
-        return _propose(drafter, queries, vocab_size), failed
+        return _propose(drafter, queries, vocab_size)
     except Exception:  # whatever a drafter raises: it comes again below, from the requests that it belongs to
         pass
     for item, query in zip(plan.decoding, queries, strict=True):
@@ -38,7 +36,7 @@ def draft(drafter: Drafter, plan: Plan, vocab_size: int) -> tuple[TokenTree, lis
             item.request.end(ERROR, _named(error, drafter.name, query.request_id))
             failed.append(item.request)
     plan.items = [item for item in plan.items if item.request not in failed]
-    return TokenTree.join(trees), failed
+    return TokenTree.join(trees)
 
 
 def _query(item: Scheduled) -> DraftQuery:

@@ -1,6 +1,7 @@
 """From an accepted path to delivered tokens: the stop inside the block, log-probabilities, counts, failures.
 
-A request that comes to a dead end, or whose own code raises, ends there with the error; nobody else notices.
+A request that comes to a dead end, whose own code raises, or whose text can't be made, ends there with the error;
+nobody else notices.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,13 +78,18 @@ def append(
         How many tokens were kept.
     """
     kept = 0
-    for kept, token in enumerate(tokens, 1):
-        step = request.stop.push(token)
+    for token in tokens:
+        try:
+            step = request.stop.push(token)
+        except Exception as error:  # whatever a tokenizer raises
+            request.end(ERROR, error)
+            break
         request.tokens.append(token)
         request.text += step.text
-        request.proposers.append(proposers[kept - 1] if kept <= len(proposers) else TARGET)
+        request.proposers.append(proposers[kept] if kept < len(proposers) else TARGET)
         if keep is not None:
-            keep(kept - 1)
+            keep(kept)
+        kept += 1
         request.finish_reason, request.stop_reason = step.finish_reason, step.stop_reason
         _ask_stopping(request)
         if request.finish_reason is not None:
@@ -106,7 +112,7 @@ def _logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list
     """Log-probabilities [K, V] of the delivered tokens, before any processing."""
     logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     own = logp.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    values, ids = (t.tolist() for t in logp.topk(num_top, dim=-1))
+    values, ids = (t.tolist() for t in logp.topk(min(num_top, logp.shape[-1]), dim=-1))
     return [
         TokenLogprob(token, lp, dict(zip(i, v, strict=True)))
         for token, lp, i, v in zip(tokens, own, ids, values, strict=True)

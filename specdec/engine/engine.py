@@ -11,27 +11,28 @@ from transformers import PreTrainedTokenizerBase
 from specdec.cache.blocks import BlockPool
 from specdec.cache.pages import KVPages
 from specdec.cache.prefix import PrefixIndex
-from specdec.drafters.protocol import Drafter, DraftsOnDevice, KnowsChances, Observation, UsesCache
+from specdec.drafters.protocol import Drafter, DraftsOnDevice, KnowsChances, UsesCache
 from specdec.engine.admission import check_prompt, check_token_ids
 from specdec.engine.budget import NodeBudget
 from specdec.engine.capturable import why_eager, why_no_graph, why_not_captured
+from specdec.engine.committing import commit
 from specdec.engine.config import EngineConfig, resolve_limits
 from specdec.engine.cost import CostTable
 from specdec.engine.drafting import draft
 from specdec.engine.emit import deliver, deliver_captured
 from specdec.engine.forwards import ForwardGraphs
 from specdec.engine.graphs import Outcome, StepGraphs
-from specdec.engine.packing import Packed, pack
+from specdec.engine.packing import pack
 from specdec.engine.recorder import Recorder
 from specdec.engine.request import ABORT, Request, Stopping
 from specdec.engine.scheduler import Plan, Scheduler
 from specdec.engine.text import StopChecker
-from specdec.errors import InvalidRequest
-from specdec.models.batch import Batch, slot
+from specdec.errors import InvalidRequest, SpecdecError
+from specdec.models.batch import Batch
 from specdec.models.decoder import Decoder
 from specdec.models.protocol import PackedModel
 from specdec.params import MAX_SEED, SamplingParams
-from specdec.verifier.rules import AcceptanceRule, Accepted, VerifyQuery
+from specdec.verifier.rules import AcceptanceRule, VerifyQuery
 
 
 class Engine:
@@ -67,15 +68,17 @@ class Engine:
         layout = model.kv_layout.stored_as(config.kv_cache_dtype, config.kv_group_size)
         own = drafter.kv_layouts if isinstance(drafter, UsesCache) else ()
         self.limits = resolve_limits(config, [layout, *(x.like(layout) for x in own)], model.max_len, model.device)
+        self.pages = KVPages(layout, self.limits.num_blocks, config.block_size, model.device)
         index = PrefixIndex(config.block_size) if config.enable_prefix_caching else None
         self.pool = BlockPool(self.limits.num_blocks, index)
-        self.pages = KVPages(layout, self.limits.num_blocks, config.block_size, model.device)
         if isinstance(drafter, UsesCache):
             drafter.attach(self.pages, self.pool)
         chances = drafter.node_chances if isinstance(drafter, KnowsChances) else None
         self.node_budget = NodeBudget(cost_table, config.max_nodes, chances)
         self.scheduler = Scheduler(config, self.pool, self.node_budget)
         self.num_steps = 0
+        self._stepping = False
+        self._aborted: list[Request] = []  # while a step ran
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self._num_real_tokens = num_real_tokens or model.vocab_size
@@ -172,23 +175,53 @@ class Engine:
             raise InvalidRequest(f"stop strings need a tokenizer; stop is {list(params.stop)!r}")
 
     def abort(self, request: Request) -> None:
-        """End a request now and free its blocks; one that has ended already stays as it is."""
+        """End a request and free its blocks: now, or at the end of the step that is running.
+
+        One that has ended already stays as it is. A step may be running if a callback, or the garbage collector as it
+        closes a stream, calls this.
+        """
         if request.finish_reason is None:
+            self._aborted.append(request)
             request.end(ABORT)
-            self._retire([request])
+        if not self._stepping:
+            self._retire()
 
     @property
     def has_work(self) -> bool:
         """Whether any request is running or waiting."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def step(self) -> None:
+    def step(self) -> list[Request]:
         """Run one forward: every scheduled request moves on by a prompt chunk or by at least one token.
 
         Captured steps are launched one ahead: a call launches the next and emits the one before. A request that can't
         go on ends with `finish_reason` "error" and `Request.error`; the others don't notice. What is raised here
-        concerns all: the model or the rule failed.
+        concerns all: the model or the rule failed, or the user interrupted it. The requests stand as they did before,
+        with the tokens that they have, and may be stepped again or aborted.
+
+        Returns:
+            The requests that ended.
+
+        Raises:
+            SpecdecError: a step is running: another thread or the step itself asked for this one.
         """
+        if self._stepping:
+            raise SpecdecError(
+                "a step of this engine is running; another thread, or a logits processor, callback or drafter that "
+                "generates, needs an engine of its own"
+            )
+        self._stepping = True
+        try:
+            self._step()
+        except BaseException:
+            self._begin_anew()
+            raise
+        finally:
+            self._stepping = False
+            ended = self._retire()
+        return ended
+
+    def _step(self) -> None:
         if self.graphs is not None and (outcomes := self.graphs.step()) is not None:
             self.num_steps += 1
             self._emit_captured(outcomes)
@@ -197,8 +230,7 @@ class Engine:
         captured = self.graphs is not None and all(why_eager(r) is None for r in self.scheduler.running)
         plan = self.scheduler.schedule(drafts=not captured)
         self.drafter.forget([r.id for r in plan.preempted])
-        tree, failed = draft(self.drafter, plan, self.model.vocab_size)
-        self._retire(failed)
+        tree = draft(self.drafter, plan, self.model.vocab_size)
         if not plan.items:
             return
         self.num_steps += 1
@@ -206,11 +238,11 @@ class Engine:
         hidden = self._forward(packed.batch)  # [N, H]
         logits = self.model.logits(hidden[packed.tree_rows])  # [nodes, V]
         accepted = self.rule(tree, logits, _verify_queries(plan, self.eos_token_ids), self._num_real_tokens)
-        self._commit(plan, packed, accepted, hidden)
+        commit(plan, packed, accepted, hidden, self.pages, self.scheduler, self.drafter)
         for b, (item, result) in enumerate(zip(plan.decoding, accepted, strict=True)):
-            deliver(item.request, result, tree, b, logits, self.drafter.name)
-            self.node_budget.observe(item.request, item.max_nodes)
-        self._retire([item.request for item in plan.decoding if item.request.finish_reason is not None])
+            if item.request.finish_reason is None:  # nobody aborted it while the step ran
+                deliver(item.request, result, tree, b, logits, self.drafter.name)
+                self.node_budget.observe(item.request, item.max_nodes)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         return self.model.forward(batch, self.pages) if self.forwards is None else self.forwards(batch)
@@ -227,42 +259,34 @@ class Engine:
         """
         self.pool.check_integrity(r.block_table for r in self.scheduler.running)
 
-    def _commit(self, plan: Plan, packed: Packed, accepted: Sequence[Accepted], hidden: torch.Tensor) -> None:
-        """Make the accepted path of each item contiguous in the cache, and tell the drafter what was committed."""
-        src: list[int] = []
-        dst: list[int] = []
-        rows: list[int] = []
-        counts: list[int] = []
-        results = iter(accepted)
-        for item, start in zip(plan.items, packed.starts, strict=True):
-            path = next(results).path if item.max_nodes else ()
-            root = item.request.num_computed + item.num_causal  # key of the root
-            moves = [(node, depth) for depth, node in enumerate(path) if node != depth]
-            src += [slot(item.request.block_table, root + node, self.config.block_size) for node, _ in moves]
-            dst += [slot(item.request.block_table, root + depth, self.config.block_size) for _, depth in moves]
-            rows += [*range(start, start + item.num_causal), *(start + item.num_causal + node for node in path)]
-            counts.append(item.num_causal + len(path))
-            item.request.num_computed += counts[-1]
-            self.scheduler.trim(item.request)
-        self.pages.commit(src, dst)
-        seen = hidden[torch.tensor(rows, device=hidden.device)] if self.drafter.reads_hidden else None
-        self.drafter.observe(Observation([item.request.id for item in plan.items], counts, seen))
-
     def _emit_captured(self, outcomes: Sequence[Outcome]) -> None:
         """Deliver what a captured step emitted."""
         for outcome in outcomes:
             request = outcome.request
+            if request.finish_reason is not None:  # aborted by another one's callback
+                continue
             deliver_captured(request, outcome.tokens, outcome.leaf_reached, outcome.num_nodes, self.drafter.name)
             request.num_computed += len(outcome.tokens)
             self.scheduler.remember(request)
             self.node_budget.observe(request, outcome.max_nodes, padded=True)
-        self._retire([outcome.request for outcome in outcomes if outcome.request.finish_reason is not None])
 
-    def _retire(self, ended: Sequence[Request]) -> None:
+    def _begin_anew(self) -> None:
+        """After a step that broke off, whatever it had done: compute all that run anew, from their tokens."""
+        if self.graphs is not None:
+            self.graphs.drop()
+        self.drafter.forget([r.id for r in self.scheduler.restart()])
+
+    def _retire(self) -> list[Request]:
+        """Take out the requests that have ended since the last call, and return them."""
+        ended = [r for r in self.scheduler.running if r.finish_reason is not None]
+        ended += [r for r in self._aborted if r not in ended]
+        self._aborted.clear()
         for request in ended:
             self.scheduler.release(request)
             self.node_budget.forget(request.id)
-        self.drafter.forget([request.id for request in ended])
+        if ended:
+            self.drafter.forget([request.id for request in ended])
+        return ended
 
 
 def _verify_queries(plan: Plan, eos_token_ids: Collection[int]) -> list[VerifyQuery]:

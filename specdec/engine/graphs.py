@@ -168,6 +168,11 @@ class StepGraphs:
             return []
         return self._read()
 
+    def drop(self) -> None:
+        """Forget the steps in flight and what the device knows: the requests are computed anew."""
+        self._flying.clear()
+        self._loaded = []
+
     def _stop(self) -> list[Outcome] | None:
         """Read what is in flight, and forget what the device knows: eager steps will move the requests on."""
         outcomes = [outcome for _ in range(len(self._flying)) for outcome in self._read()]

@@ -33,6 +33,7 @@ class Request:
         block_table: the blocks that hold its keys and values.
         priority: lower ones go first.
         num_computed: leading tokens whose keys and values are committed; always fewer than the tokens.
+        admitted: whether it has run before, be it that it waits again.
         proposers: for each output token, who proposed it.
         logprobs: for each output token, if asked for.
         stopping: called after each output token, the last one included, with the request as it stands then.
@@ -53,6 +54,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     priority: int = 0
     num_computed: int = 0
+    admitted: bool = False
     proposers: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stopping: Stopping | None = None
@@ -83,8 +85,8 @@ class Request:
 
     def end(self, reason: str, error: Exception | None = None) -> None:
         """End the answer here, for a reason other than its last token."""
-        self.text += self.stop.flush()
         self.finish_reason, self.error = reason, error
+        self.text += self.stop.flush()
 
     def check(self) -> None:
         """Raise the error that ended the request, if one did."""

@@ -83,6 +83,8 @@ class Scheduler:
             self.running.append(request)
             self._reuse(request, found)
             budget -= self._add(plan, request, budget, nodes)
+        for item in plan.items:
+            self._reserve_nodes(item)
         return plan
 
     def can_admit(self) -> bool:
@@ -118,6 +120,13 @@ class Scheduler:
             self.waiting.remove(request)
         self._free_blocks(request)
 
+    def restart(self) -> list[Request]:
+        """Send all running requests that haven't ended back to the queue, and return them."""
+        unended = [r for r in self.running if r.finish_reason is None]
+        for request in unended:
+            self._send_back(request)
+        return unended
+
     def remember(self, request: Request) -> None:
         """Let a request's full blocks of committed tokens be found by others."""
         num_tokens = min(request.num_computed, len(request.tokens))  # what was accepted behind a stop isn't delivered
@@ -131,7 +140,10 @@ class Scheduler:
         del request.block_table[keep:]
 
     def _add(self, plan: Plan, request: Request, budget: int, nodes: Mapping[int, int] | None) -> int:
-        """Put a request into the plan if its slots can be had; return the rows that it takes of the budget."""
+        """Put a request into the plan if slots for its tokens can be had; return the rows that it takes of the budget.
+
+        Its nodes get theirs later: no request makes room for another one's drafts.
+        """
         rows = min(request.num_pending, budget)
         reaches_root = rows == request.num_pending
         max_nodes = 0
@@ -139,14 +151,18 @@ class Scheduler:
             max_nodes = nodes.get(request.id) or self.node_budget.allot([request], (budget - rows) // 2)[0]
         elif reaches_root:
             max_nodes = 1
-        spare = max(max_nodes - 1, 0)
-        if self._blocks_missing(request, request.num_computed + rows + spare) > self.pool.num_free:
-            max_nodes, spare = min(max_nodes, 1), 0
         if not self._reserve(plan, request, request.num_computed + rows):
             return 0
-        request.block_table += self.pool.allocate(self._blocks_missing(request, request.num_computed + rows + spare))
+        request.block_table += self.pool.allocate(self._blocks_missing(request, request.num_computed + rows))
         plan.items.append(Scheduled(request, rows - 1 if reaches_root else rows, max_nodes))
-        return rows + spare
+        return rows + max(max_nodes - 1, 0)
+
+    def _reserve_nodes(self, item: Scheduled) -> None:
+        """Reserve slots for the nodes below the root, of which there are no more than free blocks have room for."""
+        request, end = item.request, item.request.num_computed + item.num_causal
+        room = (len(request.block_table) + self.pool.num_free) * self.config.block_size - end
+        item.max_nodes = min(item.max_nodes, room)
+        request.block_table += self.pool.allocate(self._blocks_missing(request, end + item.max_nodes))
 
     def _reserve(self, plan: Plan, request: Request, num_slots: int) -> bool:
         """Make room for `num_slots` slots of a request by preempting the last ones; False if it had to go itself."""
@@ -158,13 +174,17 @@ class Scheduler:
         return True
 
     def _preempt(self, plan: Plan, request: Request) -> None:
+        """Let a request make room."""
+        self._send_back(request)
+        plan.items = [item for item in plan.items if item.request is not request]
+        plan.preempted.append(request)
+        self.num_preemptions += 1
+
+    def _send_back(self, request: Request) -> None:
         """Send a request back to the queue; its tokens are recomputed later."""
         self.running.remove(request)
         self._free_blocks(request)
         request.num_computed = 0
-        plan.items = [item for item in plan.items if item.request is not request]
-        plan.preempted.append(request)
-        self.num_preemptions += 1
         self.add(request)
 
     def _admissible(self) -> list[int] | None:
@@ -208,7 +228,8 @@ class Scheduler:
         self.pool.take(found, len(request.tokens))
         request.block_table += found
         request.num_computed = len(found) * self.config.block_size
-        if not request.num_output:
+        if not request.admitted:  # what it finds when it comes back it has computed itself
+            request.admitted = True
             request.stats.num_cached_tokens = request.num_computed
 
     def _blocks_missing(self, request: Request, num_slots: int) -> int:

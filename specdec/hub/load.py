@@ -216,6 +216,8 @@ def _in_memory(model: "PreTrainedModel", dtype: DType, device: torch.device | st
 
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(f"{type(model).__name__} is no transformers model; merge an adapter into its base first")
+    if len({p.device for p in model.parameters()}) > 1:
+        return model.eval()  # its hooks move what it computes; who needs one device refuses it by name
     there, wanted = model.device, torch.device(device)
     if getattr(model, "hf_quantizer", None) is not None and dtype in ("auto", model.dtype):
         if there.type == wanted.type and wanted.index in (None, there.index):

@@ -67,7 +67,8 @@ class HFModel:
         answers = {
             layer.module: PagedAttention(i, layer, batch, pages, self.ops) for i, layer in enumerate(self._layers)
         }
-        positions = batch.attention.positions[None]
+        # A node behind the last position is never emitted; a table of positions has no row for it.
+        positions = batch.attention.positions.clamp(max=self.max_len - 1)[None]
         with answering(self._configs, PACKED, answers):
             output = self._body(input_ids=batch.input_ids[None], position_ids=positions, use_cache=False)
         hidden: torch.Tensor = output[0][0]

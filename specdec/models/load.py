@@ -17,8 +17,14 @@ def make_target(model: PreTrainedModel, deterministic: bool = True) -> Decoder |
         deterministic: whether the decoder's kernels on a GPU give a row the same bits in any batch.
 
     Raises:
-        UnsupportedModel: neither can run it; the message says why.
+        UnsupportedModel: neither can run it, or its weights lie on several devices; the message says why.
     """
+    devices = sorted({str(p.device) for p in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"the weights lie on {' and '.join(devices)}; specdec runs a model on one device: load it without "
+            'device_map, or with device_map={"": 0}'
+        )
     if model.config.model_type not in FAMILIES:
         return HFModel(model)
     try:
