@@ -1,5 +1,7 @@
 """The Python API over a tiny model with a real tokenizer."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,13 @@ def test_stream_adds_up_and_may_be_closed_early(llm: LLM) -> None:
         llm.stream([])
 
 
+def test_a_stream_that_nobody_reads_ends_its_request(llm: LLM) -> None:
+    llm.stream("stream", PARAMS).close()
+    assert not llm.engine.has_work
+    llm.stream("stream", PARAMS)  # dropped
+    assert not llm.engine.has_work and llm.engine.pool.num_free == llm.engine.pool.num_blocks
+
+
 def test_eos_comes_from_the_model_or_its_tokenizer() -> None:
     model = tiny_llama(vocab_size=100, dtype=torch.float32)
     free = LLM(model, tokenizer=letters()).generate("hello", PARAMS)[0].token_ids
@@ -182,7 +191,10 @@ def test_device_and_dtype_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_import_is_light_and_names_are_public() -> None:
     import specdec
 
-    assert specdec.LLM is LLM
+    code = "import sys, specdec; print('torch' in sys.modules, set(specdec.__all__) <= set(dir(specdec)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False True\n"
+    assert specdec.LLM is LLM and all(hasattr(specdec, name) for name in specdec.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = specdec.nothing
 
