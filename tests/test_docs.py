@@ -46,12 +46,19 @@ def test_each_table_is_shown() -> None:
 
 
 @pytest.mark.parametrize("page", documents(), ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """Anchors of the reference are checked where the site is built, which makes them."""
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        path = target.partition("#")[0]
-        if path and not path.startswith("https://"):
-            assert (page.parent / path).exists(), f"{page.name} links to {target}"
+        path, _, anchor = target.partition("#")
+        if path.startswith("https://"):
+            continue
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor and file.parent.name != "reference":
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+            assert anchor in slugs, f"{page.name} links to {target}"
 
 
 def ngram_rows() -> dict[str, dict[str, Any]]:
