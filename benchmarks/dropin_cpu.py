@@ -6,6 +6,7 @@ The baseline is the same model's own `generate`, greedy, in the same run, prompt
 """
 
 import json
+import sys
 import time
 
 import click
@@ -21,9 +22,10 @@ COPYING = ("code", "rewriting", "extraction")
 
 @click.command()
 @click.option("--model", default="smollm2-135m", show_default=True, help="As for `specdec generate`.")
+@click.option("--drafter", default="ngram", show_default=True, help="As for `specdec generate`.")
 @click.option("--max-new-tokens", default=64, show_default=True, help="Most tokens an answer.")
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Also write the figures to this file.")
-def main(model: str, max_new_tokens: int, path: str | None) -> None:
+def main(model: str, drafter: str, max_new_tokens: int, path: str | None) -> None:
     """Time each prompt both ways."""
     loaded = load(model, dtype=torch.float32, device="cpu")
     assert loaded.tokenizer is not None
@@ -41,14 +43,15 @@ def main(model: str, max_new_tokens: int, path: str | None) -> None:
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         want, hf_seconds = timed(inputs)
-        with specdec.accelerate(loaded.model, tokenizer=loaded.tokenizer):
+        with specdec.accelerate(loaded.model, drafter, tokenizer=loaded.tokenizer):
             got, seconds = timed(inputs)
         ratio = hf_seconds / seconds
         rows.append({"prompt": name, "identical": torch.equal(got, want), "speedup": round(ratio, 2)})
         click.echo(f"{name:<11} identical {torch.equal(got, want)}, {ratio:.2f}×{' (copies)' * (name in COPYING)}")
     if path:
         facts = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        result = {"command": "python benchmarks/dropin_cpu.py", "model": model, "drafter": "ngram", **facts}
+        command = " ".join(["python benchmarks/dropin_cpu.py", *(a for a in sys.argv[1:] if a not in ("--json", path))])
+        result = {"command": command, "model": model, "drafter": drafter, **facts}
         with open(path, "w", encoding="utf-8") as file:
             json.dump(result | {"transformers": transformers.__version__, "rows": rows}, file, indent=1)
             file.write("\n")

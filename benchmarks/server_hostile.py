@@ -3,7 +3,7 @@
 python -m benchmarks.server_hostile --requests 2000 --json benchmarks/results/server_hostile.json
 
 Half of them come from schemathesis, which breaks our own OpenAPI; the others are tests/test_server_limits.py's list,
-again and again. Needs `specdec[hostile]`.
+again and again. Needs the `hostile` extra.
 """
 
 import json

@@ -56,11 +56,29 @@ def demo() -> str:
     return table(headings, rows)
 
 
+def demo_default() -> str:
+    """Return what the default drafter gained in `specdec demo` on a CPU, against Hugging Face and our own decoding."""
+    rows = []
+    for r in _default_rows():
+        speeds = (f"{r[key]:.1f}" for key in ("hf", "plain", "speculative"))
+        gain = f"{r['speculative'] / r['hf']:.1f}×"
+        rows.append([r["prompt"], *speeds, gain, "yes" if r["identical"] else "no"])
+    ours = ("specdec, no drafts", "specdec")
+    return table(("prompt", "`generate`, tok/s", *ours, "against `generate`", "same tokens"), rows)
+
+
+def _default_rows() -> list[Any]:
+    """The rows of the demo's default drafter: the last that it shows."""
+    rows = read("demo_cpu")["rows"]
+    return [r for r in rows if r["drafter"] == rows[-1]["drafter"]]
+
+
 def dropin() -> str:
     """Return the least and the largest gain of the accelerated `model.generate`; its tokens were the same."""
-    rows = read("dropin_cpu")["rows"]
-    if not all(row["identical"] for row in rows):
-        raise ValueError("dropin_cpu.json: the pages say that all tokens are the same, and they aren't")
+    result = read("dropin_cpu")
+    rows = result["rows"]
+    if result["drafter"] != "ngram" or not all(row["identical"] for row in rows):
+        raise ValueError("dropin_cpu.json: the pages say that n-grams gave the same tokens, and that isn't so")
     gains = sorted(row["speedup"] for row in rows)
     return f"{gains[0]:.2f} to {gains[-1]:.2f}"
 
@@ -273,6 +291,22 @@ def acceptance() -> str:
     return "\n\n".join(shown) or _NONE_YET
 
 
+def acceptance_at_once() -> str:
+    """Return what drafters gain over all prompts where several are answered at once, with quartiles."""
+    lines = []
+    for path, result in _of_format("specdec-acceptance"):
+        baseline = result["settings"]["baseline"]
+        rows = [row for row in result["summary"] if row["category"] == "all" and row["system"] != baseline]
+        least = min(row["batch_size"] for row in rows)
+        for row in rows:
+            if row["batch_size"] > least:
+                gain = row["speedup"]
+                quartiles = f"{gain['low']:.2f} to {gain['high']:.2f}"
+                lines.append([f"`{path.name}`", row["batch_size"], row["name"], f"{gain['value']:.2f}×", quartiles])
+    headings = ("file", "at once", "drafter", "over everything", "quartiles over the groups")
+    return table(headings, lines) if lines else _NONE_YET
+
+
 def _gain(row: dict[str, Any] | None) -> str:
     """A row's speed-up, its τ where there is one, and how many answers differ, if any do."""
     if row is None or row["speedup"] is None:
@@ -349,23 +383,28 @@ def provenance() -> str:
 def made(result: dict[str, Any]) -> dict[str, Any]:
     """The command, versions and machine of a result; the files of `specdec bench` hold them in `environment`."""
     environment = result.get("environment")
-    if environment is None:
-        return result
-    card = {} if environment["device"].startswith("cpu") else {"card": environment["device"]}
-    return environment | environment["packages"] | card | {"commit": environment["commit"] or "–"}
+    facts = result
+    if environment is not None:
+        facts = environment | environment["packages"] | {"commit": environment["commit"] or "–"}
+    device = str(facts.get("device", "cpu"))
+    return facts | ({"card": device} if device.startswith("NVIDIA") else {})
 
 
 def _machine(result: dict[str, Any]) -> str:
     if "card" in result:
         return str(result["card"])
-    return f"CPU, {result['threads']} threads" if "threads" in result else "CPU"
+    threads = result.get("threads")
+    return f"CPU, {threads} thread{'s' * (threads > 1)}" if threads else "CPU"
 
 
-_BENCH = (acceptance, picture, seeds, serve_agreement)
-_SPEED = (attention, demo, dropin, heads, linear, ngram_gpu, nodes, prefill, products, startup, throughput)
+_BENCH = (acceptance, acceptance_at_once, picture, seeds, serve_agreement)
+_CPU = (demo, demo_default, dropin, linear)
+_SPEED = (attention, heads, ngram_gpu, nodes, prefill, products, startup, throughput)
 _SERVING = (cache_steps, prefix_reuse, runtime)
 _EQUALITY = (cache_quality, exact_gpu, property_cases, tau_of_heads, traffic)
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (*_BENCH, *_SPEED, *_SERVING, *_EQUALITY, provenance)}
+TABLES: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (*_BENCH, *_CPU, *_SPEED, *_SERVING, *_EQUALITY, provenance)
+}
 
 
 def main() -> None:

@@ -46,9 +46,9 @@ def make_drafter(
     """Return the drafter that a user asked for.
 
     Args:
-        spec: a name ("none", "ngram", "shipped", or "auto": shipped heads or else n-grams), a name and the path of its
-            weights ("medusa:PATH", "draft_model:PATH"; without a path "medusa" takes the shipped heads of whatever
-            kind, as `specdec train medusa` makes all kinds), the path of a folder of heads, two of these
+        spec: a name ("none", "ngram", "shipped", or "auto": n-grams, then shipped heads if there are any), a name and
+            the path of its weights ("medusa:PATH", "draft_model:PATH"; without a path "medusa" takes the shipped heads
+            of whatever kind, as `specdec train medusa` makes all kinds), the path of a folder of heads, two of these
             ("ngram+medusa:PATH": the first where it drafts, else the second), a loaded Hugging Face model, or a
             drafter, which is returned as it is.
         target: the model to draft for; the drafters without weights need none.

@@ -18,8 +18,8 @@ NAMES = ("shipped", "ngram+shipped")
 """The drafters that use shipped heads."""
 AUTO = "ngram+shipped"
 """The drafter that "auto" takes where there are heads for the model: n-grams where a match is long, else heads. It was
-faster than either alone on a CPU (`benchmarks/results/demo_cpu.json`), and by the median prompt on a GPU
-(`acceptance_h200.json`)."""
+faster than either alone over the demo's prompts on a CPU (`benchmarks/results/demo_cpu.json`), and over all prompts of
+the benchmark, one at a time, on a GPU (`acceptance_h200.json`)."""
 NODES = {"cpu": 2}
 """Most nodes of a tree where nobody says how many; other devices take all that were stored. On a CPU large trees cost
 more than they bring (`benchmarks/results/heads_smollm2_cpu.json`)."""

@@ -1,7 +1,7 @@
 """The Python API: `LLM(model, drafter=...)`, then `generate`, `chat` or `stream`."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from numbers import Number
 from operator import index
 from typing import Any, Literal
@@ -30,9 +30,10 @@ class LLM:
 
     Args:
         model: a folder, a hub id, a name that `specdec pull` knows, or a loaded Hugging Face model.
-        drafter: "auto" takes n-grams and, on a CPU, then the draft heads that come with the package for this model;
-            or "none", "ngram", "shipped", "medusa:PATH", "hydra:PATH", "draft_model:PATH", "early_exit", the path of a
-            heads folder, two of them ("ngram+early_exit"), a loaded model to draft with, or a `Drafter`.
+        drafter: "auto" takes n-grams and then the draft heads that come with the package for this model, or n-grams
+            alone where there are none; or "none", "ngram", "shipped", "medusa:PATH", "hydra:PATH", "recurrent:PATH",
+            "draft_model:PATH", "early_exit", the path of a heads folder, two of them ("ngram+early_exit"), a loaded
+            model to draft with, or a `Drafter`.
         tokenizer: for a loaded model; else the model's own.
         dtype: "auto" is fp32 on CPU and bf16 on a GPU, and what it is for a loaded model; a torch dtype or its name.
         device: "auto" takes a GPU where there is one, and a loaded model where it is; a torch device or its name.
@@ -122,8 +123,8 @@ class LLM:
         many: list[Any] = [messages] if one else list(messages)
         return self._run([self.encode_chat(m) for m in many], _spread(params, len(many)))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
-        """Answer one prompt piece by piece; closing the iterator ends the request and frees its blocks.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamChunk, None, None]:
+        """Answer one prompt piece by piece; closing the generator ends the request and frees its blocks.
 
         The request is queued when the first piece is asked for.
 
@@ -161,7 +162,7 @@ class LLM:
             for prompt, p in zip(prompts, params, strict=True):
                 requests += self.engine.add_answers(prompt, p)
             left = set(requests)
-            while left:
+            while left and self.engine.has_work:  # else they were ended by somebody else
                 for request in self.engine.step():
                     if request in left:
                         request.check()
@@ -171,10 +172,10 @@ class LLM:
                 self.engine.abort(request)
         return [r.completion() for r in requests]
 
-    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[StreamChunk]:
+    def _stream(self, prompt: list[int], params: SamplingParams) -> Generator[StreamChunk, None, None]:
         yield from self.follow(self.engine.add(prompt, params))
 
-    def follow(self, request: Request) -> Iterator[StreamChunk]:
+    def follow(self, request: Request) -> Generator[StreamChunk, None, None]:
         """Run the engine and yield what it adds to a request, until the request ends.
 
         Steps that others run add to it too: what they added comes with the next chunk.

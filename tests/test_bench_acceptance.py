@@ -318,6 +318,7 @@ def test_a_drafter_that_cannot_be_opened_ends_alone(settings: Settings, tmp_path
         ({"drafters": ("nrgam",)}, "did you mean 'ngram'"),
         ({"baseline": "plian"}, "did you mean 'plain'"),
         ({"peers": ("vlm",)}, "did you mean 'vllm'"),
+        ({"peers": ("sglang",)}, "unknown drafter 'sglang'.*; and, beside drafters, plain, hf, .*vllm"),
         ({"categories": ("cpy",)}, "did you mean 'copy'"),
         ({"drafters": ()}, "nothing to compare"),
         ({"drafters": ("ngram", "ngram")}, "system 'ngram' is given twice"),

@@ -167,7 +167,7 @@ def test_committed_results_are_shown_in_the_documents(
     folder.mkdir(parents=True)
     monkeypatch.setattr(tables, "RESULTS", folder)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    for show in (tables.acceptance, tables.seeds, tables.serve_agreement):
+    for show in (tables.acceptance, tables.acceptance_at_once, tables.seeds, tables.serve_agreement):
         assert "No such result" in show()
     write_json(folder / "acceptance_x.json", ours)
     assert "playground" in tables.picture()
@@ -187,7 +187,7 @@ def test_committed_results_are_shown_in_the_documents(
     write_json(folder / "serve_x.json", serve)
     assert "| `serve_x.json` | 2.0 | 9 | 1.010 |" in tables.serve_agreement()
     assert [line.split(" | ")[2] for line in tables.provenance().splitlines()[2:]] == [
-        "CPU, 1 threads", "NVIDIA X", "CPU, 1 threads",
+        "CPU, 1 thread", "NVIDIA X", "CPU, 1 thread",
     ]  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """The command line over a tiny model's folder: outputs, JSON, exit codes."""
 
 import json
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -266,3 +268,28 @@ def test_version_and_help() -> None:
     text = CliRunner().invoke(main, ["--help"]).stdout
     assert all(name in text for name in ("generate", "chat", "pull", "info", "tune", "demo"))
     assert isinstance(main, click.Group)
+
+
+def commands(group: click.Group, path: str = "specdec") -> Iterator[tuple[str, click.Command]]:
+    """All commands below a group, by what is typed."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
+
+
+@pytest.mark.parametrize("path", dict(commands(main)))
+def test_help_names_each_default_once(path: str) -> None:
+    command = dict(commands(main))[path]
+    context = click.Context(command, show_default=True)
+    for option in command.params:
+        shown = option.get_help_record(context)
+        assert shown is None or shown[1].count("[default: ") <= 1, shown
+
+
+def test_the_server_names_the_packages_that_it_lacks() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from specdec.cli.main import main; main(['serve'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "the server needs fastapi" in done.stderr
+    assert "pip install fastapi uvicorn prometheus_client" in done.stderr and "Traceback" not in done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tables import PLACE, RESULTS, ROOT, TABLES, documents, fill, made, read
+from benchmarks.tables import PLACE, RESULTS, ROOT, TABLES, documents, fill, made, provenance, read
 from specdec.cache.pages import KVLayout
 from specdec.drafters.registry import DRAFTERS, drafts_on_device
 from specdec.engine.capturable import EAGER_PARAMETERS
@@ -46,12 +46,19 @@ def test_each_table_is_shown() -> None:
 
 
 @pytest.mark.parametrize("page", documents(), ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """Anchors of the reference are checked where the site is built, which makes them."""
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        path = target.partition("#")[0]
-        if path and not path.startswith("https://"):
-            assert (page.parent / path).exists(), f"{page.name} links to {target}"
+        path, _, anchor = target.partition("#")
+        if path.startswith("https://"):
+            continue
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor and file.parent.name != "reference":
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+            assert anchor in slugs, f"{page.name} links to {target}"
 
 
 def ngram_rows() -> dict[str, dict[str, Any]]:
@@ -64,8 +71,26 @@ def test_what_the_pages_say_about_the_figures_is_so() -> None:
     assert demo["story"]["speculative"] < 1.05 * demo["story"]["plain"]
     for ratios in ({prompt: r["mean_acceptance_length"] for prompt, r in demo.items()}, gpu):
         assert set(sorted(ratios, key=ratios.__getitem__)[-2:]) == {"rewriting", "extraction"}
+    default = {r["prompt"]: r for r in read("demo_cpu")["rows"] if r["drafter"] == "ngram+recurrent"}
+    story = default["story"]
+    assert 1 < story["speculative"] / story["plain"] < story["plain"] / story["hf"]
+    assert read("acceptance_cpu")["settings"]["peer_prompts"] == 2
     cards = {made(read(path.stem)).get("card", "CPU") for path in RESULTS.glob("*.json")}
     assert cards == {"CPU", "NVIDIA H100 80GB HBM3", "NVIDIA H200"}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*_*00.json")), ids=lambda path: path.stem)
+def test_results_are_shown_as_of_the_gpu_that_their_name_says(path: Path) -> None:
+    gpu = path.stem.rpartition("_")[2].upper()
+    (row,) = [line for line in provenance().splitlines() if line.startswith(f"| `{path.name}`")]
+    assert f"| NVIDIA {gpu}" in row
+
+
+def test_nobody_is_told_to_install_another_project() -> None:
+    """The package index has another `specdec`: extras are named by their packages, or installed from a checkout."""
+    pages = [*documents(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    for path in [*pages, *(ROOT / "specdec").rglob("*.py"), *(ROOT / "training").rglob("*.py")]:
+        assert not re.search(r"install (-\S+ )*['\"]?specdec|specdec\[", path.read_text(encoding="utf-8")), path
 
 
 def drafter_rows(columns: int) -> dict[str, list[str]]:

@@ -1,5 +1,7 @@
 """The Python API over a tiny model with a real tokenizer."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +262,10 @@ def test_device_and_dtype_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_import_is_light_and_names_are_public() -> None:
     import specdec
 
-    assert specdec.LLM is LLM
+    code = "import sys, specdec; print('torch' in sys.modules, set(specdec.__all__) <= set(dir(specdec)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False True\n"
+    assert specdec.LLM is LLM and all(hasattr(specdec, name) for name in specdec.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = specdec.nothing
 

@@ -1,4 +1,4 @@
-"""The playground in headless Chromium: `pytest -m browser`, with `specdec[browser]` and Debian's chromium.
+"""The playground in headless Chromium: `pytest -m browser`, with the `browser` extra and Debian's chromium.
 
 With SPECDEC_SCREENSHOTS=docs/images the pictures of the documents are made anew, with the real model.
 """

@@ -106,7 +106,7 @@ def test_plain_text_is_all_labels(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "isn't JSON"),
-        ("[1]", r"is '\[1\]'; each line must be one JSON object"),
+        ("[1]", r"is '\[1\]'; one JSON object must stand there"),
         ({"prompt": "x"}, r"has the keys \['prompt'\]"),
         ({"messages": "x"}, "'messages' is 'x'"),
         ({"messages": []}, r"'messages' is \[\]"),

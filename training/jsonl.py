@@ -17,7 +17,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror}); give a file of training data") from error
+        raise DataError(f"{path}: can't be read ({error.strerror}); give a file that can") from error
 
 
 def decode(data: bytes, path: Path, line: int = 1) -> str:
@@ -66,7 +66,7 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: isn't JSON ({error}); each line must be one JSON object") from error
+        raise DataError(f"{where}: isn't JSON ({error}); one JSON object must stand there") from error
     if not isinstance(value, dict):
-        raise DataError(f"{where}: is {text[:40]!r}; each line must be one JSON object")
+        raise DataError(f"{where}: is {text[:40]!r}; one JSON object must stand there")
     return value

@@ -31,7 +31,7 @@ def check_can_plot() -> None:
         ConfigError: matplotlib isn't installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("plots need matplotlib; install specdec[plot]")
+        raise ConfigError("plots need matplotlib: pip install matplotlib")
 
 
 def as_svg(draw: Draw, size: tuple[float, float] = (6.4, 3.6)) -> str:

@@ -193,7 +193,12 @@ def check_system(name: str, peers: bool = True) -> None:
     close = difflib.get_close_matches(name, known, n=1)
     if close and not difflib.get_close_matches(name, DRAFTERS, n=1):
         raise ConfigError(f"unknown system {name!r}; did you mean {close[0]!r}? known: {', '.join(known)}")
-    check_drafter(name)
+    try:
+        check_drafter(name)
+    except ConfigError as error:
+        if name.partition(":")[0] in DRAFTERS:
+            raise
+        raise ConfigError(f"{error}; and, beside drafters, {', '.join(known)}") from error
 
 
 def open_system(name: str, loaded: Loaded, room: Room, **options: Any) -> System:

@@ -37,8 +37,8 @@ def model_options(command: F) -> F:
         click.option(
             "--drafter",
             default="auto",
-            help="none, ngram, shipped, medusa:PATH, hydra:PATH, or a heads folder; on a CPU auto takes n-grams and "
-            "then the heads shipped for the model, where there are some; else n-grams.",
+            help="none, ngram, shipped, medusa:PATH, hydra:PATH, recurrent:PATH, draft_model:PATH, early_exit, a heads "
+            "folder, or two as ngram+shipped; auto takes n-grams and then the heads shipped for the model, if any.",
         ),
         click.option("--model", default=DEFAULT_MODEL, help="A folder, a hub id, or a name that `specdec pull` knows."),
     ):

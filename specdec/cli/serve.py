@@ -39,7 +39,7 @@ def serve(
         from specdec.server.logs import set_up_logs
         from specdec.server.run import DrainingServer
     except ModuleNotFoundError as error:
-        message = f"the server needs {error.name}; install it with: pip install 'specdec[serve]'"
+        message = f"the server needs {error.name}; install it with: pip install fastapi uvicorn prometheus_client"
         raise ConfigError(message) from error
     from specdec.llm import LLM
 

@@ -371,5 +371,5 @@ def _print_result(result: "TrainResult", out: Path, taus: Mapping[int, float], a
     if result.num_skipped:
         click.echo(f"{result.num_skipped} batches had no answer token and were skipped")
     if not result.plotted:
-        click.echo("no plot: matplotlib isn't installed; `pip install specdec[plot]` adds it", err=True)
+        click.echo("no plot: matplotlib isn't installed; `pip install matplotlib` adds it", err=True)
     click.echo(f"heads in {out}; use them with `--drafter {out}`")

@@ -203,7 +203,7 @@ def accelerate(
 
     Args:
         model: a loaded model that has `generate`; it is put into evaluation mode.
-        drafter: as for `LLM`: "auto" takes the heads that come with the package for this model, or else n-grams.
+        drafter: as for `LLM`: "auto" takes n-grams and, where some come with the package for this model, then heads.
         tokenizer: for stop strings where a call brings none.
         drafter_options: keyword arguments of the drafter.
         engine_options: fields of `EngineConfig`: max_model_len, max_num_seqs, num_blocks, block_size, ….

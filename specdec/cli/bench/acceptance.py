@@ -24,7 +24,7 @@ _PEERS = "hf, hf-compiled, hf-prompt-lookup, hf-assisted:PATH, vllm, vllm-ngram,
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, help="Most tokens an answer.")
 @click.option("--batch-sizes", default="1", help="Prompts answered together, such as 1,8.")
-@click.option("--trees", default="", help="Most nodes of a tree, such as 1,8,64.  [default: what pays]")
+@click.option("--trees", default="", show_default="what pays", help="Most nodes of a tree, such as 1,8,64.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the requests' seeds.")
 @click.option("--device", default="auto", help="auto takes a GPU where there is one.")
 @click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU.")
