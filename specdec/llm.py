@@ -15,6 +15,7 @@ from specdec.engine.request import Request
 from specdec.errors import ConfigError, InvalidRequest
 from specdec.hub.load import Loaded, load
 from specdec.hub.quantize import quantization_config
+from specdec.models.load import why_not_on
 from specdec.outputs import Completion, StreamChunk
 from specdec.params import SamplingParams
 from specdec.verifier.rules import AcceptanceRule
@@ -184,7 +185,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """Turn "auto" or a name into a device.
 
     Raises:
-        ConfigError: the name is unknown, or the device is not there.
+        ConfigError: the name is unknown, or the device is not there or not the one that kernels run on.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -194,6 +195,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"device {device!r} is unknown; use auto, cpu or cuda") from error
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' was asked for, but torch sees no GPU; use device='cpu' or 'auto'")
+    if (why := why_not_on(resolved)) is not None:
+        raise ConfigError(why)
     return resolved
 
 

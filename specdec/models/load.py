@@ -1,5 +1,6 @@
 """Chooses how a loaded Hugging Face model is run."""
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModel
@@ -17,8 +18,10 @@ def make_target(model: PreTrainedModel, deterministic: bool = True) -> Decoder |
         deterministic: whether the decoder's kernels on a GPU give a row the same bits in any batch.
 
     Raises:
-        UnsupportedModel: neither can run it; the message says why.
+        UnsupportedModel: neither can run it, or it is on another device than kernels run on; the message says why.
     """
+    if (why := why_not_on(model.device)) is not None:
+        raise UnsupportedModel(why)
     if model.config.model_type not in FAMILIES:
         return HFModel(model)
     try:
@@ -28,3 +31,15 @@ def make_target(model: PreTrainedModel, deterministic: bool = True) -> Decoder |
             return HFModel(model)
         except UnsupportedModel as also:
             raise UnsupportedModel(f"{error}; by its own forward: {also}") from also
+
+
+def why_not_on(device: torch.device) -> str | None:
+    """Return why models can't be run on a device, or None if they can: on a CPU, and on torch's current GPU."""
+    if device.type not in ("cpu", "cuda"):
+        return f"device '{device}' is neither a CPU nor an NVIDIA GPU; use device='cpu' or 'cuda'"
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        return (
+            f"device '{device}' isn't torch's current GPU, number {torch.cuda.current_device()}, on which kernels run; "
+            f"choose a GPU by the variable CUDA_VISIBLE_DEVICES, or call torch.cuda.set_device({device.index}) first"
+        )
+    return None
