@@ -8,7 +8,7 @@ def kv_commit(storage: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> No
 
     Args:
         storage: [layers, 2, num_slots, num_kv_heads, D], written in place.
-        src: [M] or [B, n] int64, slots to read. All are read before any is written. -1 moves nothing.
+        src: [M] or [B, n] int64, slots to read. All are read before any is written. -1 here or in dst moves nothing.
         dst: src's shape, distinct slots to write.
     """
     moving = (src >= 0) & (dst >= 0)

@@ -17,6 +17,7 @@ from specdec.engine.request import Request
 from specdec.errors import ConfigError, InvalidRequest
 from specdec.hub.load import Loaded, load
 from specdec.hub.quantize import quantization_config
+from specdec.models.load import why_not_on
 from specdec.outputs import Completion, StreamChunk
 from specdec.params import SamplingParams
 from specdec.verifier.rules import AcceptanceRule
@@ -204,7 +205,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """Turn "auto" or a name into a device.
 
     Raises:
-        ConfigError: the name is unknown, or the device is not there.
+        ConfigError: the name is unknown, or the device is not there or not the one that kernels run on.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -216,6 +217,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ConfigError("device 'cuda' was asked for, but torch sees no GPU; use device='cpu' or 'auto'")
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs")
+    if (why := why_not_on(resolved)) is not None:
+        raise ConfigError(why)
     return resolved
 
 

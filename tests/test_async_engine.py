@@ -4,9 +4,11 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from threading import current_thread
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from specdec.drafters.ngram import NGramDrafter
@@ -44,6 +46,21 @@ async def running(engine: Engine, max_queue: int = 256) -> AsyncIterator[AsyncEn
     if served.dead is None:
         engine.check_integrity()
         assert engine.pool.num_free == engine.pool.num_blocks and served.num_open == 0
+
+
+def test_the_engines_thread_runs_on_the_models_gpu(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    """Of its own a thread begins with the first GPU, and kernels are launched on the thread's current one."""
+    chosen: list[tuple[str, object]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((current_thread().name, device)))
+    engine = make_engine(model)
+
+    async def main() -> None:
+        engine.model.device = torch.device("cuda", 1)
+        async with running(engine):
+            pass
+
+    run(main())
+    assert chosen == [("engine", torch.device("cuda", 1))]
 
 
 async def collect(served: AsyncEngine, prompt: Sequence[int], params: SamplingParams) -> list[AnswerChunk]:

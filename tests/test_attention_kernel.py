@@ -24,8 +24,8 @@ BATCHES: dict[str, Sequences] = {
     "mixed": [(3, 40, RAGGED), (33, 0, [-1]), (0, 1, []), (60, 70, [-1, 0, 0])],
     "over a split": [(125, 0, RAGGED), (122, 20, [-1, 0, 1]), (300, 0, [-1, 0, 0])],
 }
-SHAPES = [(9, 3, 64, 16), (4, 1, 80, 16), (4, 4, 96, 32), (8, 1, 128, 64), (2, 1, 256, 16)]
-"""Heads, key heads, head_dim, block size."""
+SHAPES = [(9, 3, 64, 16), (4, 1, 80, 16), (4, 4, 96, 32), (8, 1, 128, 64), (2, 1, 256, 16), (2, 1, 160, 64)]
+"""Heads, key heads, head_dim, block size; a block of the last one holds two tiles of keys."""
 
 
 def make_pages(
@@ -162,6 +162,16 @@ def test_chains(nodes: int, window: int | None) -> None:
     for _ in range(2):
         assert_close(tree_attention(q, k, v, work, **how), want)
         assert work.arrived is not None and not bool(work.arrived.any())
+
+
+@pytest.mark.parametrize(("dim", "block"), [(64, 64), (256, 16), (256, 64)])
+def test_chains_over_blocks_and_tiles_of_any_size(dim: int, block: int) -> None:
+    chain = chain_parents(3)
+    meta, keys = build([(70, 0, chain), (150, 0, chain)], block=block, device=DEVICE)
+    k, v = make_pages(int(meta.block_table.max()) + 1, block, 1, dim, torch.float16, keys)
+    q = torch.randn(6, 2, dim, device=DEVICE).half()
+    got = tree_attention(q, k, v, chain_work(meta, 2, 1, dim), scale=dim**-0.5)
+    assert_close(got, wide(meta, q, k, v, scale=dim**-0.5))
 
 
 def test_splits_cover_every_length() -> None:

@@ -3,6 +3,8 @@
 Without a GPU nothing is captured: the same padded forward runs in Triton's interpreter.
 """
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -142,6 +144,21 @@ def test_forwards_that_take_longer_than_their_launches_are_not_captured(monkeypa
     for name in ("prompts", "prompts", "two", "two"):  # 15 rows and one of padding, 16 and one
         engine.forwards(packed(name))
     assert recorder.stats.num_graphs == 1
+
+
+@pytest.mark.skipif(not ON_GPU, reason="nothing is captured without a GPU")
+def test_other_threads_may_take_memory_during_a_capture() -> None:
+    taken, x = list[torch.Tensor](), torch.ones(8, device=DEVICE)
+
+    def run() -> None:
+        thread = Thread(target=lambda: taken.append(torch.empty(2**28, dtype=torch.uint8, device=DEVICE)))
+        thread.start()
+        thread.join()
+        x.add_(1)
+
+    replay = Recorder(torch.device(DEVICE)).record(run)
+    replay()
+    assert len(taken) == 1 and x.tolist() == [2] * 8
 
 
 def test_bounds_of_contexts() -> None:

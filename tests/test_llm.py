@@ -259,6 +259,20 @@ def test_device_and_dtype_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("cuda:2")
 
 
+def test_a_device_that_kernels_do_not_run_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are launched on the current GPU, wherever their tensors are."""
+    for device in ("meta", "mps"):
+        with pytest.raises(ConfigError, match=f"'{device}' is neither a CPU nor an NVIDIA GPU"):
+            resolve_device(device)
+    with pytest.raises(UnsupportedModel, match="'meta' is neither"):
+        LLM(tiny_llama().to("meta"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [resolve_device(name).index for name in ("cuda", "cuda:1")] == [None, 1]
+    with pytest.raises(ConfigError, match="'cuda:0' isn't torch's current GPU, number 1.* CUDA_VISIBLE_DEVICES"):
+        resolve_device("cuda:0")
+
+
 def test_import_is_light_and_names_are_public() -> None:
     import specdec
 

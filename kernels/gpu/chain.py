@@ -15,6 +15,7 @@ from specdec.kernels.gpu.online import (
     load_q,
     merge,
     merge_splits,
+    places,
     split_of,
     start_of,
     store_out,
@@ -81,10 +82,10 @@ def chain_kernel(
             from_tile = tl.maximum(from_tile, tl.maximum(first - WINDOW + 1, 0) // TILE)
         to_tile = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
         m, total, acc = empty(BLOCK_M, BLOCK_D)
-        within = tl.arange(0, TILE) % BLOCK_SIZE
         for tile in range(from_tile, to_tile):
             key = tile * TILE + tl.arange(0, TILE)
             there = key <= last
+            within = places(tile, TILE, BLOCK_SIZE)
             k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
             see = key[None, :] <= position[:, None]
             if WINDOW > 0:

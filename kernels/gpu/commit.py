@@ -39,10 +39,10 @@ def kv_commit(storage: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> No
 
     Args:
         storage: [layers, 2, num_slots, num_kv_heads, D], contiguous, written in place.
-        src: [M] int64, slots to read, all before any is written. Beyond the torch reference: [B, n], n ≤ 64, the
-            moves of B sequences, none of which reads or writes another's slots, always in one launch; and entries
-            of −1 (padding) here or in dst move nothing.
-        dst: src's shape, distinct slots to write. More than 64 moves in [M] are staged in memory first.
+        src: [M] int64, slots to read, all before any is written; more than 64 are staged in memory first. Or [B, n],
+            n ≤ 64, the moves of B sequences, of which none reads or writes another's slots, in one launch. -1 here
+            or in dst moves nothing.
+        dst: src's shape, distinct slots to write.
 
     Raises:
         ValueError: a shape is not one of these, or storage is not contiguous.

@@ -93,14 +93,23 @@ def load_q(q_ptr, row, head, ok, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
+def places(tile, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where a tile's keys stand in their blocks: [TILE]. A block may hold several tiles, or a tile several blocks."""
+    if BLOCK_SIZE > TILE:
+        within = tile * TILE % BLOCK_SIZE + tl.arange(0, TILE)
+    else:  # the same in each tile
+        within = tl.arange(0, TILE) % BLOCK_SIZE
+    return within
+
+
+@triton.jit
 def load_kv(
     k_ptr, v_ptr, table_ptr, key, within, ok, head, dtype: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Keys and values from `PagePointers`: [TILE, D] each, 0 where not ok.
 
-    `key` [TILE] are places under a block table, `within` [TILE] those in their blocks: whole tiles have the same ones
-    again and again.
+    `key` [TILE] are places under a block table, `within` [TILE] those in their blocks; `places` gives a tile's.
     """
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=ok, other=0).to(tl.int64)
     row = (block * (BLOCK_SIZE * G), within * G + head)

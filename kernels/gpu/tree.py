@@ -17,6 +17,7 @@ from specdec.kernels.gpu.online import (
     load_state,
     merge,
     merge_splits,
+    places,
     split_of,
     start_of,
     store_out,
@@ -74,10 +75,10 @@ def context_kernel(
             from_tile = tl.maximum(from_tile, tl.maximum(context - WINDOW + 1, 0) // TILE)
         to_tile = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), shared)
         m, total, acc = empty(BLOCK_M, BLOCK_D)
-        within = tl.arange(0, TILE) % BLOCK_SIZE
         for tile in range(from_tile, to_tile):
             key = tile * TILE + tl.arange(0, TILE)
             there = key >= 0
+            within = places(tile, TILE, BLOCK_SIZE)
             k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
             see = there[None, :]
             if WINDOW > 0:

@@ -14,6 +14,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 
+import torch
+
 from specdec.engine.answers import Answer, AnswerChunk, Answers, News
 from specdec.engine.engine import Engine
 from specdec.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
@@ -161,6 +163,9 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
+            device = self.engine.model.device
+            if device.type == "cuda":  # of its own a thread begins with the first GPU
+                torch.cuda.set_device(device)
             while self._take_orders():
                 if self.engine.has_work:
                     self.engine.step()

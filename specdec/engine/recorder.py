@@ -41,7 +41,8 @@ class Recorder:
         torch.cuda.empty_cache()  # a capture begins with it: what it frees is not the graph's
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may go on: without this, memory that one of them asks the device for would end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         self._pool = graph.pool()
         taken = torch.cuda.memory_reserved(self.device) - before

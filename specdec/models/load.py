@@ -1,5 +1,6 @@
 """Chooses how a loaded Hugging Face model is run."""
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModel
@@ -17,7 +18,8 @@ def make_target(model: PreTrainedModel, deterministic: bool = True) -> Decoder |
         deterministic: whether the decoder's kernels on a GPU give a row the same bits in any batch.
 
     Raises:
-        UnsupportedModel: neither can run it, or its weights lie on several devices; the message says why.
+        UnsupportedModel: neither can run it, its weights lie on several devices, or on another than kernels run on; the
+            message says why.
     """
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) > 1:
@@ -25,6 +27,8 @@ def make_target(model: PreTrainedModel, deterministic: bool = True) -> Decoder |
             f"the weights lie on {' and '.join(devices)}; specdec runs a model on one device: load it without "
             'device_map, or with device_map={"": 0}'
         )
+    if (why := why_not_on(model.device)) is not None:
+        raise UnsupportedModel(why)
     if model.config.model_type not in FAMILIES:
         return HFModel(model)
     try:
@@ -34,3 +38,15 @@ def make_target(model: PreTrainedModel, deterministic: bool = True) -> Decoder |
             return HFModel(model)
         except UnsupportedModel as also:
             raise UnsupportedModel(f"{error}; by its own forward: {also}") from also
+
+
+def why_not_on(device: torch.device) -> str | None:
+    """Return why models can't be run on a device, or None if they can: on a CPU, and on torch's current GPU."""
+    if device.type not in ("cpu", "cuda"):
+        return f"device '{device}' is neither a CPU nor an NVIDIA GPU; use device='cpu' or 'cuda'"
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        return (
+            f"device '{device}' isn't torch's current GPU, number {torch.cuda.current_device()}, on which kernels run; "
+            f"choose a GPU by the variable CUDA_VISIBLE_DEVICES, or call torch.cuda.set_device({device.index}) first"
+        )
+    return None
