@@ -249,8 +249,6 @@ def _load(
     else:
         where = resolve_device(device)
         what = resolve_dtype(dtype, where)
-    if where.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {str(where)!r} is not supported; use auto, cpu or cuda")
     if isinstance(quantization, str):
         quantization = quantization_config(quantization, what, where)
     return load(model, dtype=what, device=where, tokenizer=tokenizer, quantization=quantization)

@@ -213,7 +213,7 @@ def test_rules_by_name_and_object() -> None:
         ({"dtype": "float8_e4m3fn"}, ConfigError, "dtype 'float8_e4m3fn' is unknown"),
         ({"device": "gpu0"}, ConfigError, "device 'gpu0' is unknown"),
         ({"device": None}, ConfigError, "device None is unknown"),
-        ({"device": "meta"}, ConfigError, "device 'meta' is not supported"),
+        ({"device": "meta"}, ConfigError, "'meta' is neither a CPU nor"),
         ({"max_model_len": 10**6}, ConfigError, "beyond the model's 256"),
     ],
 )
@@ -254,6 +254,7 @@ def test_device_and_dtype_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert resolve_device("cuda:1").index == 1
     with pytest.raises(ConfigError, match="device 'cuda:2' was asked for, but torch sees 2 GPUs"):
         resolve_device("cuda:2")
@@ -267,6 +268,7 @@ def test_a_device_that_kernels_do_not_run_on_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(UnsupportedModel, match="'meta' is neither"):
         LLM(tiny_llama().to("meta"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert [resolve_device(name).index for name in ("cuda", "cuda:1")] == [None, 1]
     with pytest.raises(ConfigError, match="'cuda:0' isn't torch's current GPU, number 1.* CUDA_VISIBLE_DEVICES"):
