@@ -53,6 +53,21 @@ def make_examples(
     return _own_answers(loaded, options, max_len, clock)
 
 
+def check_answers(options: Mapping[str, Any]) -> None:
+    """Check how the model is to answer, before hours go into what comes first.
+
+    Args:
+        options: the command's temperatures and answer_tokens.
+
+    Raises:
+        InvalidRequest: one is out of bounds.
+    """
+    from specdec.params import SamplingParams
+
+    for temperature in options["temperatures"]:
+        SamplingParams(max_new_tokens=options["answer_tokens"], temperature=temperature)
+
+
 def _own_answers(loaded: "Loaded", options: Mapping[str, Any], max_len: int, clock: "Clock | None") -> "list[Example]":
     from accelerate import PartialState
 
@@ -78,6 +93,7 @@ def _own_answers(loaded: "Loaded", options: Mapping[str, Any], max_len: int, clo
         **(sizes if on_gpu else {}),
     )
     num_tasks = round(options["tasks"] * options["num_prompts"]) if options["prompts"] == "self" else 0
+    num_tasks = min(num_tasks, options["num_prompts"] - 1)  # one prompt at least is the model's own
     num_orders = round(TEXTS_A_TASK * num_tasks)
 
     def answered(prompts: "list[Messages]", share: float) -> "list[Example]":
@@ -187,9 +203,9 @@ def _timed(what: str) -> Iterator[None]:
 
 def _ask(llm: "LLM", max_new_tokens: int, temperatures: Sequence[float], seed: int) -> "Ask":
     """Answer batches of prompts, each request with a seed of its own, the temperatures in turn."""
-    from specdec.params import SamplingParams
+    from specdec.params import MAX_SEED, SamplingParams
 
-    seeds = count(seed * 1_000_003)
+    seeds = count(seed * 1_000_003 % (MAX_SEED // 2))
 
     def ask(prompts: list[list[int]]) -> list[list[int]]:
         params = [
