@@ -335,6 +335,7 @@ def test_choices_are_checked() -> None:
         ([(0.5,)], "ranks"),
         ([()], "ranks"),
         ([3], "ranks"),
+        (3, "a list of choices"),
     ):
         with pytest.raises(ConfigError, match=match):
             as_choices(bad, 2)  # type: ignore[arg-type]

@@ -140,6 +140,21 @@ def test_killed_at_random_moments_ends_with_the_same_bits(seed: int, tmp_path: P
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000039", "step-00000040"]
 
 
+def test_two_processes_learn_what_one_learns(straight: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "tests.training", "--once", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for name, tensor in weights(straight).items():
+        torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=1e-4, rtol=1e-3)
+    lines, others = metrics.read_metrics(tmp_path), metrics.read_metrics(straight)
+    for key in ("step", "loss", "lr"):  # each line is written once
+        assert [line[key] for line in lines] == pytest.approx([line[key] for line in others], rel=1e-5)
+    with pytest.raises(ConfigError, match="had 2 processes, not 1"):
+        run(tmp_path, resume=True)
+
+
 def test_a_run_ends_when_its_time_is_spent_and_goes_on_where_it_was(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=1 << 40, save_every=2)
     shares = iter([0.1, 0.25, 0.5, 0.75])

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specdec import LLM, SamplingParams
+from specdec.cli.examples import _kept
 from specdec.cli.main import main
 from specdec.drafters.heads import load_heads
 from specdec.training import checkpoint
@@ -123,6 +124,13 @@ def test_own_prompts_texts_and_tasks_in_limited_time(folder: Path, tmp_path: Pat
     assert "for 80% of all tasks" in (out / "README.md").read_text() and answers.count('"content": "Write') >= 2
     again = invoke(folder, out, *args, "--resume")
     assert again.exit_code == 0 and (out / "answers.jsonl").read_text() == answers
+
+
+def test_prompts_that_are_kept_are_taken_and_a_lack_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "prompts.jsonl"
+    kept.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(4)))
+    assert len(_kept(kept, 3)) == 3 and not capsys.readouterr().err
+    assert len(_kept(kept, 8)) == 4 and "prompts.jsonl holds 4 prompts, not 8" in capsys.readouterr().err
 
 
 def test_time_that_ends_first(folder: Path, data: Path, tmp_path: Path) -> None:

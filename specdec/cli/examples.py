@@ -144,7 +144,7 @@ def _prompts(
         return read_prompts(options["prompts"] or options["data"])
     kept: Path = options["out"] / PROMPTS_FILE
     if kept.exists():
-        return read_prompts(kept)
+        return _kept(kept, wanted)
     assert llm.tokenizer is not None
     ask = _ask(llm, PROMPT_TOKENS, (1.0,), options["seed"])
     openings = OPENINGS if options["openings"] else ()
@@ -159,14 +159,14 @@ def _prompts(
 
 def _tasks(llm: "LLM", examples: "list[Example]", options: Mapping[str, Any], wanted: int) -> "list[Messages]":
     """Tasks on the texts that the model has written to order, kept in the run's folder."""
-    from specdec.training.prompts import read_prompts, without_known, write_prompts
+    from specdec.training.prompts import without_known, write_prompts
     from specdec.training.tasks import compose_tasks
 
     kept: Path = options["out"] / TASKS_FILE
     if not wanted:
         return []
     if kept.exists():
-        return read_prompts(kept)
+        return _kept(kept, wanted)
     assert llm.tokenizer is not None
     answers = [list(compress(example.input_ids, example.answer)) for example in examples]
     texts = llm.tokenizer.batch_decode(answers, skip_special_tokens=True)
@@ -175,6 +175,16 @@ def _tasks(llm: "LLM", examples: "list[Example]", options: Mapping[str, Any], wa
         _say(f"{len(found)} tasks could be made of the texts, not {wanted}")
     if found:
         write_prompts(kept, found)
+    return found
+
+
+def _kept(path: Path, wanted: int) -> "list[Messages]":
+    """Those that an earlier call has made, at most so many."""
+    from specdec.training.prompts import read_prompts
+
+    found = read_prompts(path)[:wanted]
+    if len(found) < wanted:
+        _say(f"{path} holds {len(found)} prompts, not {wanted}, and they are taken; remove it, and others are made")
     return found
 
 
