@@ -118,6 +118,8 @@ def as_choices(tree: Sequence[Sequence[int]], num_heads: int) -> tuple[Choice, .
             add(choice[:-1])
         choices[choice] = None
 
+    if not isinstance(tree, (list, tuple)):
+        raise ConfigError(f"a tree must be a list of choices, such as [[0], [1], [0, 0]], not {tree!r}")
     given = [_as_choice(choice, num_heads) for choice in tree]
     if not 1 <= len(given) < MAX_NODES or len(set(given)) < len(given):
         raise ConfigError(

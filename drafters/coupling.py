@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.gumbel import gumbel_noise, gumbel_noise_at
+from specdec.kernels.sample import MIN_TEMPERATURE
 from specdec.params import SamplingParams
 
 
@@ -35,6 +36,6 @@ def coupled_scores(
     else:
         noise = gumbel_noise_at(seeds, at, token_ids.expand(len(rows), -1))
     between = [1] * (logits.ndim - 2)  # what a row scores several times at one position has one noise
-    temperature = logits.new_tensor([params[row].temperature for row in rows]).view(-1, *between, 1)
-    scores = logits[rows].log_softmax(-1) / temperature + noise.view(len(rows), *between, -1)
+    temperature = logits.new_tensor([max(params[row].temperature, MIN_TEMPERATURE) for row in rows])
+    scores = logits[rows].log_softmax(-1) / temperature.view(-1, *between, 1) + noise.view(len(rows), *between, -1)
     return logits.index_copy(0, torch.tensor(rows, device=device), scores)

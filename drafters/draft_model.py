@@ -75,7 +75,8 @@ class DraftModelDrafter:
         own_pages: bool = True,
         name: str = "draft_model",
     ) -> None:
-        if not widths or any(type(w) is not int or w < 1 for w in widths) or sum(widths) >= MAX_NODES:
+        whole = isinstance(widths, (list, tuple)) and all(type(w) is int and w >= 1 for w in widths)
+        if not whole or not widths or sum(widths) >= MAX_NODES:
             raise ConfigError(f"widths must be positive numbers that add up to at most {MAX_NODES - 1}, not {widths!r}")
         self.name = name
         self._model = model

@@ -133,7 +133,7 @@ def medusa_weights(tensors: Mapping[str, Tensor], path: Path, shares_head: bool)
 
 
 def medusa_names_of_vllm(tensors: Mapping[str, Tensor], path: Path, raw: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Give tensors of vLLM's Medusa layout the names of Medusa v1.
+    """Give tensors of vLLM's Medusa layout the names of Medusa v1; "medusa_heads." may stand before them.
 
     `blocks.{k}.layers.{l}.*` becomes `{k}.{l}.linear.*`, `lm_heads.{k}.weight` the projection of head k; with
     "original_lm_head" the only `lm_heads.0.weight` is that of all heads. Biases are zero without "medusa_fc_bias".
@@ -146,6 +146,7 @@ def medusa_names_of_vllm(tensors: Mapping[str, Tensor], path: Path, raw: Mapping
     Raises:
         CheckpointError: the heads score part of the vocabulary, which can't be read.
     """
+    tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
     if raw.get("truncated_vocab_size") not in (None, raw.get("vocab_size")) or "token_map" in tensors:
         raise CheckpointError(f"{path}: scores {raw.get('truncated_vocab_size')} mapped tokens; that can't be read")
     blocks = {name: match for name in tensors if (match := _VLLM_BLOCK.fullmatch(name))}
@@ -194,7 +195,7 @@ def _read_pickled(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path}: refused, damaged or more than tensors ({reason}); nothing was executed"
         ) from error
-    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()):
         raise CheckpointError(f"{path}: doesn't hold a dict of tensors; export the heads' state_dict")
     return loaded
 

@@ -11,6 +11,7 @@ from specdec.errors import ConfigError
 from specdec.hub.load import load
 from specdec.models.decoder import Decoder
 from specdec.models.load import make_target
+from specdec.verifier.tree import MAX_NODES
 
 
 def load_draft_model(
@@ -69,10 +70,13 @@ def early_exit(
     return DraftModelDrafter(part, target.vocab_size, chosen, own_pages=False, name="early_exit")
 
 
-def _widths(num_speculative_tokens: int, widths: Sequence[int] | None) -> tuple[int, ...]:
-    if type(num_speculative_tokens) is not int or num_speculative_tokens < 1:
-        raise ConfigError(f"num_speculative_tokens must be a whole number, at least 1, not {num_speculative_tokens!r}")
-    return (1,) * num_speculative_tokens if widths is None else tuple(widths)
+def _widths(num_speculative_tokens: int, widths: Sequence[int] | None) -> Sequence[int]:
+    if type(num_speculative_tokens) is not int or not 1 <= num_speculative_tokens < MAX_NODES:
+        most = MAX_NODES - 1
+        raise ConfigError(
+            f"num_speculative_tokens must be a whole number from 1 to {most}, not {num_speculative_tokens!r}"
+        )
+    return (1,) * num_speculative_tokens if widths is None else widths
 
 
 def _check_vocabulary(

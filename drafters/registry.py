@@ -109,12 +109,11 @@ def _named(spec: str | Path | PreTrainedModel, options: dict[str, Any]) -> tuple
     """The factory of a drafter that is to be made, and its arguments besides the target."""
     if isinstance(spec, PreTrainedModel):
         spec, options = "draft_model", {"path": spec, **options}
-    first, plus, second = str(spec).partition("+")
-    if plus and first.partition(":")[0] in DRAFTERS:
-        for part in (first, second):
+    if (pair := _pair(str(spec))) is not None:
+        for part in pair:
             _named(part, {})
         _check_options(str(spec), options, ["both"])
-        return partial(_both, first, second), options
+        return partial(_both, *pair), options
     name, path = _split(spec)
     if path is not None:
         options = {"path": path, **options}
@@ -129,6 +128,15 @@ def _named(spec: str | Path | PreTrainedModel, options: dict[str, Any]) -> tuple
         hint = f': write "{name}:PATH"' if missing == ["path"] else ""
         raise ConfigError(f"drafter {name!r} needs {', '.join(missing)}{hint}")
     return factory, options
+
+
+def _pair(spec: str) -> tuple[str, str] | None:
+    """The two drafters that a spec names; None if it is one, in whose path there may be a + as well."""
+    name, _, path = spec.partition(":")
+    if name in DRAFTERS and path and Path(path).exists():
+        return None
+    first, plus, second = spec.partition("+")
+    return (first, second) if plus and first.partition(":")[0] in DRAFTERS else None
 
 
 def _both(first: str, second: str, target: DraftTarget | None = None, both: bool = False) -> Drafter:
@@ -171,6 +179,8 @@ def _check_options(name: str, options: dict[str, Any], accepted: list[str]) -> N
 
 def _checked(drafter: Drafter, options: dict[str, Any]) -> Drafter:
     lacks = [a for a in ("name", "reads_hidden", "propose", "observe", "forget") if not hasattr(drafter, a)]
+    if isinstance(drafter, type):
+        raise ConfigError(f"{drafter!r} is a class; give a drafter that was made of it, or a name")
     if lacks:
         raise ConfigError(f"{drafter!r} is neither a drafter's name nor a drafter: it lacks {', '.join(lacks)}")
     if options:

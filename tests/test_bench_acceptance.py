@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +267,36 @@ def test_an_interrupted_run_goes_on(settings: Settings, tmp_path: Path, monkeypa
     assert json.loads(first)["cells"] == json.loads(out.read_text())["cells"][:3]
     with pytest.raises(ConfigError, match="was measured with seed 0, not 1"):
         run(replace(settings, seed=1), out, resume=True)
+    elsewhere = json.loads(out.read_text())
+    elsewhere["environment"]["device"] = "another"
+    out.write_text(json.dumps(elsewhere))
+    with pytest.raises(ConfigError, match="measured with device 'another', and here it is"):
+        run(settings, out, resume=True)
+
+
+def test_what_the_baseline_failed_on_is_not_compared(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Partly(Liar):
+        def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
+            if len(prompts) > 1:
+                raise RuntimeError("out of luck")
+            return self.truth.answer(prompts, params)
+
+    monkeypatch.setitem(acceptance_peers(), "vllm", lambda: Partly)
+    result = run(replace(settings, baseline="vllm", batch_sizes=(2,)))
+    ours = {cell.category: cell for cell in result.cells if cell.system == "ngram"}
+    assert ours["copy"].divergences is None and ours["talk"].divergences == []
+    rows = {row["category"]: row for row in summarize(result) if row["system"] == "ngram"}
+    assert rows["copy"]["num_different"] is None and rows["all"]["num_compared"] == len(ours["talk"].prompts)
 
 
 def test_a_file_of_something_else_is_refused(settings: Settings, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    for text, message in (("{", "isn't JSON"), ("{}", "is no result"), (_torn(), "no whole result")):
+    for text, message in (
+        ("{", "isn't JSON"),
+        ("{}", "is no result"),
+        (_torn(), "no whole result"),
+        (_mixed(), "no whole"),
+    ):
         out.write_text(text)
         with pytest.raises(DataError, match=message):
             run(settings, out, resume=True)
@@ -281,6 +306,11 @@ def test_a_file_of_something_else_is_refused(settings: Settings, tmp_path: Path)
         run(settings, tmp_path / "no" / "out.json")
     with pytest.raises(ConfigError, match="name it with --json"):
         run(settings, resume=True)
+
+
+def _mixed() -> str:
+    whole = asdict(Result(Settings(model="m", drafters=("ngram",)), {})) | {"reference": {"a": "1 x"}}
+    return json.dumps({"format": "specdec-acceptance", "version": 2, **whole})
 
 
 def _torn() -> str:

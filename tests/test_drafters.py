@@ -1,21 +1,25 @@
 """Prompt lookup, static trees, the registry, and the scripted drafters of the other tests."""
 
 import random
+import re
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.drafters.choices import as_choices, best_first_choices, default_accuracies
+from specdec.drafters.coupling import coupled_scores
 from specdec.drafters.ngram import MAX_OCCURRENCES, NGramDrafter, NGramIndex, continuation
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.protocol import Drafter, DraftQuery, Observation
 from specdec.drafters.registry import DRAFTERS, check_drafter, make_drafter
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError
 from specdec.params import SamplingParams
 from specdec.verifier.tree import TokenTree
 from tests.scripted import AdversarialDrafter, OracleDrafter, RandomDrafter, ScriptedDrafter, SometimesDrafter
@@ -331,6 +335,7 @@ def test_choices_are_checked() -> None:
         ([(0.5,)], "ranks"),
         ([()], "ranks"),
         ([3], "ranks"),
+        (3, "a list of choices"),
     ):
         with pytest.raises(ConfigError, match=match):
             as_choices(bad, 2)  # type: ignore[arg-type]
@@ -374,6 +379,7 @@ def test_registered_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
         ("medusa:", {}, "no path"),
         (3, {}, "neither"),
         (NoDrafter(), {"k": 1}, "already made"),
+        (NoDrafter, {}, "NoDrafter'> is a class"),
     ],
 )
 def test_unknown_names_and_options(spec: Any, options: dict[str, Any], match: str) -> None:
@@ -390,3 +396,18 @@ def test_names_are_checked_without_a_target_and_without_weights(spec: str) -> No
     for wrong in ("ngramm", "ngram+ngramm", "draft_model", object()):
         with pytest.raises(ConfigError):
             check_drafter(wrong)  # type: ignore[arg-type]
+
+
+def test_a_path_may_hold_a_plus(tmp_path: Path) -> None:
+    folder = tmp_path / "c++" / "heads"
+    folder.mkdir(parents=True)
+    for spec in (f"medusa:{folder}", f"ngram+medusa:{folder}", str(folder)):
+        with pytest.raises(CheckpointError, match=re.escape(f"{folder}: holds no draft heads")):
+            make_drafter(spec, object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30])
+def test_the_smallest_temperatures_rank_as_the_choice_does(temperature: float) -> None:
+    logits = torch.randn(3, 50)
+    params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(3)]
+    assert torch.equal(coupled_scores(logits, params, [0, 1, 2]).argmax(-1), logits.argmax(-1))

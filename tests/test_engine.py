@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,40 @@ def test_a_faulty_drafter_is_named(trees: list[list[int]], message: str, tiny: P
     request = engine.add(PROMPT, SamplingParams())
     drain(engine)
     with pytest.raises(SpecdecError, match=f"'none' failed for request 0: it proposed {message}"):
+        request.check()
+
+
+class Tampering(NoDrafter):
+    """Proposes chains, one of whose fields it changes."""
+
+    def __init__(self, field: str, value: object) -> None:
+        self.change = {field: value}
+
+    def propose(self, queries: Sequence[DraftQuery]) -> TokenTree:
+        tokens = [[query.tokens[-1], 1, 2] for query in queries]
+        return replace(TokenTree.build(tokens, [[-1, 0, 1]] * len(tokens)), **self.change)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("parents", torch.tensor([-1, 0, 2]), "sequence 0, node 2: parent 2"),
+        ("ancestors", torch.tensor([1, 3, 6]), "sequence 0: depth or ancestors don't follow"),
+        ("depth", torch.tensor([0, 1, 1]), "sequence 0: depth or ancestors don't follow"),
+        ("depth", torch.tensor([0, 1]), r"\(2,\)"),
+        ("tokens", torch.tensor([9.0, 1.0, 2.0]), "must be .3. int64"),
+        ("cu_nodes", (0, 0), "must be .0. int64"),
+        ("proposers", ("a",), "1 proposers are given for 3 nodes"),
+    ],
+)
+def test_a_tree_that_is_none_ends_its_request_alone(
+    field: str, value: object, message: str, tiny: PreTrainedModel
+) -> None:
+    """Its fields would change tokens, or end the step for all."""
+    engine = make_engine(tiny, Tampering(field, value), max_nodes=3)
+    request = engine.add(PROMPT, SamplingParams())
+    drain(engine)
+    with pytest.raises(SpecdecError, match=f"'none' failed for request 0: ValueError: .*{message}"):
         request.check()
 
 

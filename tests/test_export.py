@@ -112,6 +112,8 @@ def test_vllm_heads_without_biases_or_with_a_token_map(tmp_path: Path, base: Lla
     config.write_text(json.dumps(raw | {"medusa_fc_bias": False}))
     again = load_heads(tmp_path / "out")
     assert torch.equal(again.blocks[0].weight, heads.blocks[0].weight)  # type: ignore[arg-type]
+    save_file({f"medusa_heads.{name}": t for name, t in load_file(file).items()}, file)  # vLLM reads these names too
+    assert torch.equal(load_heads(tmp_path / "out").blocks[0].weight, heads.blocks[0].weight)  # type: ignore[arg-type]
     config.write_text(json.dumps(raw | {"truncated_vocab_size": 5}))
     with pytest.raises(CheckpointError, match="5 mapped tokens"):
         load_heads(tmp_path / "out")

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from benchmarks.train_memory import main as train_memory
 from specdec import LLM, SamplingParams
+from specdec.drafters.draft_heads import KindName
 from specdec.drafters.heads import load_heads
 from specdec.errors import CheckpointError, ConfigError, TrainingError
 from specdec.params import SamplingParams as Params
@@ -139,6 +140,21 @@ def test_killed_at_random_moments_ends_with_the_same_bits(seed: int, tmp_path: P
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000039", "step-00000040"]
 
 
+def test_two_processes_learn_what_one_learns(straight: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "tests.training", "--once", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for name, tensor in weights(straight).items():
+        torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=1e-4, rtol=1e-3)
+    lines, others = metrics.read_metrics(tmp_path), metrics.read_metrics(straight)
+    for key in ("step", "loss", "lr"):  # each line is written once
+        assert [line[key] for line in lines] == pytest.approx([line[key] for line in others], rel=1e-5)
+    with pytest.raises(ConfigError, match="had 2 processes, not 1"):
+        run(tmp_path, resume=True)
+
+
 def test_a_run_ends_when_its_time_is_spent_and_goes_on_where_it_was(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=1 << 40, save_every=2)
     shares = iter([0.1, 0.25, 0.5, 0.75])
@@ -174,6 +190,42 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="step-00000001"):
         run(tmp_path, replace(CONFIG, steps=1), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [
+        ("checkpoints/step-00000001/state.json", b"\xff"),
+        ("checkpoints/step-00000001/state.json", b"\x00"),
+        ("checkpoints/step-00000001/state.json", b'{"step": "x"}'),
+        ("checkpoints/step-00000001/optimizer.safetensors", save({"rng": torch.zeros(3)})),
+        ("checkpoints/step-00000001/optimizer.safetensors", save({"rng": torch.get_rng_state(), "x": torch.zeros(3)})),
+        ("metrics.jsonl", b"\xff\n"),
+        ("metrics.jsonl", b"\x00\x00\n"),
+        ("metrics.jsonl", b"[]\n"),
+        ("metrics.jsonl", b'{"step": null}\n'),
+    ],
+)
+def test_whatever_is_damaged_is_named(file: str, data: bytes, tmp_path: Path) -> None:
+    run(tmp_path, replace(CONFIG, steps=1))
+    (tmp_path / file).write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{Path(file).parts[-2] if '/' in file else file}.*is damaged"):
+        run(tmp_path, replace(CONFIG, steps=1), resume=True)
+
+
+@pytest.mark.parametrize("kind", ["hydra", "recurrent"])
+def test_a_seed_gives_the_same_heads_whatever_was_drawn_before(kind: KindName) -> None:
+    model = base()
+    one = new_heads(model, 2, 0, "shared", kind).state_dict()
+    after = torch.rand(3)
+    same, other = (new_heads(model, 2, 0, "shared", kind, seed=seed).state_dict() for seed in (0, 1))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    torch.manual_seed(5)
+    before = torch.rand(3)
+    torch.manual_seed(5)
+    new_heads(model, 2, 0, "shared", kind)
+    assert torch.equal(torch.rand(3), before) and not torch.equal(after, before), "the random state is the caller's"
 
 
 def test_a_loss_that_is_not_finite_stops_with_its_batch_saved(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specdec import LLM, SamplingParams
+from specdec.cli.examples import _kept
 from specdec.cli.main import main
 from specdec.drafters.heads import load_heads
 from specdec.training import checkpoint
@@ -72,7 +73,7 @@ def test_heads_of_a_draft_vocabulary(folder: Path, data: Path, tmp_path: Path) -
         answers = [LLM(folder, d, device="cpu").generate("3 4 5", params) for d in ("none", str(out))]
         assert answers[0][0].token_ids == answers[1][0].token_ids
     too_many = train(folder, data, tmp_path / "other", "--draft-vocab", "97")
-    assert too_many.exit_code == 2 and "1 to 96 tokens" in too_many.output
+    assert too_many.exit_code == 2 and "draft_vocab must be a whole number from 1 to 96" in too_many.output
 
 
 def invoke(folder: Path, out: Path, *args: str) -> Result:
@@ -125,6 +126,13 @@ def test_own_prompts_texts_and_tasks_in_limited_time(folder: Path, tmp_path: Pat
     assert again.exit_code == 0 and (out / "answers.jsonl").read_text() == answers
 
 
+def test_prompts_that_are_kept_are_taken_and_a_lack_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "prompts.jsonl"
+    kept.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(4)))
+    assert len(_kept(kept, 3)) == 3 and not capsys.readouterr().err
+    assert len(_kept(kept, 8)) == 4 and "prompts.jsonl holds 4 prompts, not 8" in capsys.readouterr().err
+
+
 def test_time_that_ends_first(folder: Path, data: Path, tmp_path: Path) -> None:
     late = train(folder, data, tmp_path / "a", "--time-limit", "1e-6")
     assert late.exit_code == 2 and "--time-limit were over before the training; give more" in late.output
@@ -147,6 +155,40 @@ def test_bad_input_has_code_2(folder: Path, data: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         result = train(folder, data, tmp_path / "a", "--base-precision", "nf4")
         assert result.exit_code == 2 and "bitsandbytes" in result.output
+
+
+def test_of_twenty_prompts_one_is_held_out_with_all_its_answers(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "several.jsonl"
+    chats = [[("user", f"say {i % 4}"), ("assistant", "abcdefghijkl"[i // 4 :])] for i in range(40)]
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
+    data.write_text("\n".join(lines))
+    assert train(folder, data, tmp_path / "out").exit_code == 0
+    assert "30 examples" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--heads", "64", "num_heads must be"),
+        ("--width", "3", "width is for heads with MLPs"),
+        ("--draft-vocab", "97", "draft_vocab must be"),
+        ("--dtype", "int8", "dtype 'int8' is unknown"),
+        ("--temperature", "-1", "temperature must be"),
+        ("--answer-tokens", "0", "max_new_tokens must be"),
+        ("--num-prompts", "0", "--num-prompts"),
+    ],
+)
+def test_what_is_out_of_bounds_is_said_before_anything_is_answered(
+    option: str, value: str, message: str, folder: Path, data: Path, tmp_path: Path
+) -> None:
+    result = invoke(folder, tmp_path / "out", "--data", str(data), "--self-distill", option, value)
+    assert result.exit_code == 2 and message in result.output, result.output
+    assert not (tmp_path / "out" / "answers.jsonl").exists()
+
+
+def test_a_large_seed_is_one(folder: Path, data: Path, tmp_path: Path) -> None:
+    result = invoke(folder, tmp_path / "out", "--data", str(data), "--self-distill", "--seed", str(2**61))
+    assert result.exit_code == 0, result.output
 
 
 def test_a_folder_that_cannot_be_written_has_code_1(

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from specdec.errors import ConfigError, DataError
 from specdec.training.chat import encode_answers, encode_prompt
-from specdec.training.data import Example, read_examples, split
+from specdec.training.data import Example, num_prompts, read_examples, split
 from tests.chats import CHATML, INST, MARKED, THINKING, NoOffsets, characters
 from tests.letters import letters
 
@@ -113,6 +113,8 @@ def test_plain_text_is_all_labels(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": [1]}]}, "must be an object with texts"),
         ({"messages": [{"role": "system", "content": "x"}]}, "refuses these messages: bad role"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "begins with an answer"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, r"half a character, '.ud83d'"),
+        ({"messages": "x", "category": "\udc00"}, "half a character"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None:
@@ -150,6 +152,7 @@ def test_held_out_prompts_are_never_trained_on() -> None:
     assert [set(side) for side in again] == [set(train), set(held)]
     assert train == [e for e in examples if e in set(train)]
     assert split(examples, 0) == (examples, [])
+    assert num_prompts(examples) == 22
     for wrong in (-1, 22):
         with pytest.raises(ConfigError, match=f"held_out is {wrong}, but there are 22 different prompts"):
             split(examples, wrong)

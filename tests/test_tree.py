@@ -84,3 +84,16 @@ def test_trees_of_several_batches_stand_behind_each_other() -> None:
     assert (joined.cu_nodes, joined.proposers) == (want.cu_nodes, want.proposers)
     for name in ("tokens", "parents", "depth", "ancestors"):
         assert torch.equal(getattr(joined, name), getattr(want, name)), name
+
+
+def test_proposers_are_named_for_all_nodes_or_none() -> None:
+    with pytest.raises(ValueError, match="1 proposers are given for 2 nodes"):
+        TokenTree.build([[1, 2]], [[-1, 0]], ["a"])
+    named, nameless = TokenTree.build([[1, 2]], [[-1, 0]], ["a", "b"]), TokenTree.roots([3])
+    assert TokenTree.join([named, nameless]).proposers == TokenTree.join([nameless, named]).proposers == ()
+
+
+def test_a_tree_that_was_built_is_one() -> None:
+    wide = [-1] + [0] * (MAX_NODES - 1)
+    for parents in ([], [[-1]], [[-1, 0, 0, 1], [-1], [-1, 0]], [chain_parents(MAX_NODES), wide]):
+        TokenTree.build([[1] * len(p) for p in parents], parents).check()

@@ -583,6 +583,8 @@ def test_rules_are_made_by_name_and_labelled():
         ("coupled", {"epsilon": 0.1}, "rule 'coupled' has no option 'epsilon'; it takes none"),
         ("typical", {"eps": 0.1}, "rule 'typical' has no option 'eps'; it takes epsilon, delta"),
         ("typical", {"epsilon": 0.0}, "epsilon must be above 0 and below 1, not 0.0"),
+        ("typical", {"epsilon": "0.1"}, "epsilon must be above 0 and below 1, not '0.1'"),
+        ("typical", {"delta": None}, "delta must be a finite number above 0, not None"),
         ("typical", {"delta": math.inf}, "delta must be a finite number above 0, not inf"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tiny training runs: examples, a base and heads. As a script: a run beside one that is killed again and again."""
+"""Tiny training runs: examples, a base and heads. As a script: a run, and one that is killed again and again."""
 
 import os
 import random
@@ -71,6 +71,8 @@ def run_under_fire(out: Path, kills: int, rng: random.Random) -> int:
     return num_killed
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "--once":
+    run(Path(sys.argv[2]))
+elif __name__ == "__main__":
     run(Path(sys.argv[1]) / "whole", KILLED_CONFIG)  # first, so that no child has to import what training needs
     print(run_under_fire(Path(sys.argv[1]) / "killed", int(sys.argv[2]), random.Random(int(sys.argv[3]))))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec.drafters.draft_heads import DraftHeads
 from specdec.drafters.heads import load_heads, save_heads
-from specdec.errors import CheckpointError, ConfigError, TrainingError
+from specdec.errors import CheckpointError, ConfigError, SpecdecError, TrainingError
 from specdec.hub.cache import new_folder
 
 FOLDER = "checkpoints"
@@ -118,11 +118,13 @@ def load_checkpoint(
         tensors = load_file(folder / _OPTIMIZER_FILE)
         step, spent = int(state.pop("step")), float(state.pop("spent", 0.0))
         _check_identity(folder, RunIdentity(**state), identity)
-    except (OSError, KeyError, TypeError, AttributeError, SafetensorError, json.JSONDecodeError) as error:
+        heads.load_state_dict(load_heads(folder).state_dict())
+        torch.set_rng_state(tensors.pop(_RNG))
+        _restore_optimizer(optimizer, tensors, folder)
+    except SpecdecError:
+        raise
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: is damaged ({error}); remove it to go on from the one before") from error
-    heads.load_state_dict(load_heads(folder).state_dict())
-    torch.set_rng_state(tensors.pop(_RNG))
-    _restore_optimizer(optimizer, tensors, folder)
     return step, spent
 
 

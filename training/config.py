@@ -18,7 +18,7 @@ class TrainConfig:
         warmup: steps of linear warm-up; a cosine to zero follows, at the last step or when the time is spent.
         weight_decay: AdamW's.
         clip: largest norm of the gradient; None leaves it alone.
-        seed: of the order of the examples.
+        seed: of the order of the examples; `specdec train` makes the heads' first weights by it too.
         soft_labels: heads learn the base's whole distribution at each label, not the one token that stands there.
         eval_every: steps between evaluations on the held-out examples; the last step is always followed by one.
         save_every: steps between checkpoints; the last step is always followed by one.

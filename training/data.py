@@ -3,7 +3,7 @@
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,13 +114,19 @@ def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], li
     prompts = sorted(set(keys))
     if not 0 <= held_out < len(prompts):
         raise ConfigError(
-            f"held_out is {held_out}, but there are {len(prompts)} different prompts; leave at least one to train on"
+            f"held_out is {held_out}, but there are {len(prompts)} different prompts; leave at least one to train on: "
+            "give examples of more prompts"
         )
     chosen = set(prompts[:held_out])
     sides: tuple[list[Example], list[Example]] = ([], [])
     for key, example in zip(keys, examples, strict=True):
         sides[key in chosen].append(example)
     return sides
+
+
+def num_prompts(examples: Iterable[Example]) -> int:
+    """Return how many different prompts there are, as `split` tells them apart."""
+    return len({_prompt_hash(example) for example in examples})
 
 
 def _prompt_hash(example: Example) -> str:

@@ -92,28 +92,27 @@ class FrozenBase:
         return digest.hexdigest()
 
 
-def new_heads(
+def heads_config(
     model: "PreTrainedModel",
     num_heads: int,
     num_layers: int,
     projection: Literal["own", "shared"],
     kind: KindName = "medusa",
     width: int | None = None,
-    token_ids: Sequence[int] | None = None,
-) -> DraftHeads:
-    """Make untrained heads for a base: fp32, on its device, each saying what the base's own head says.
+    draft_vocab: int | None = None,
+) -> HeadsConfig:
+    """Return the config of new heads for a base.
 
     Args:
         model: the base.
-        num_heads, num_layers, projection, kind: as in `HeadsConfig`.
-        token_ids: the draft vocabulary; None for all tokens.
+        num_heads, num_layers, projection, kind, width, draft_vocab: as in `HeadsConfig`.
 
     Raises:
         ConfigError: a number is out of bounds.
         UnsupportedModel: the base has no output head.
     """
     base = FrozenBase(model)
-    config = HeadsConfig(
+    return HeadsConfig(
         num_heads=num_heads,
         num_layers=num_layers,
         hidden_size=base.head_weight.shape[1],
@@ -122,9 +121,37 @@ def new_heads(
         base_fingerprint=base_fingerprint(model),
         kind=kind,
         width=width,
-        draft_vocab=None if token_ids is None else len(token_ids),
+        draft_vocab=draft_vocab,
     )
-    heads = make_heads(config, base.device, torch.float32)
+
+
+def new_heads(
+    model: "PreTrainedModel",
+    num_heads: int,
+    num_layers: int,
+    projection: Literal["own", "shared"],
+    kind: KindName = "medusa",
+    width: int | None = None,
+    token_ids: Sequence[int] | None = None,
+    seed: int = 0,
+) -> DraftHeads:
+    """Make untrained heads for a base: fp32, on its device, each saying what the base's own head says.
+
+    Args:
+        model: the base.
+        num_heads, num_layers, projection, kind, width: as in `HeadsConfig`.
+        token_ids: the draft vocabulary; None for all tokens.
+        seed: of the weights that don't start as zeros: those in the MLPs. torch's own random state stays as it is.
+
+    Raises:
+        ConfigError, UnsupportedModel: as `heads_config`.
+    """
+    base = FrozenBase(model)
+    num_tokens = None if token_ids is None else len(token_ids)
+    config = heads_config(model, num_heads, num_layers, projection, kind, width, num_tokens)
+    with torch.random.fork_rng([base.device] if base.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        heads = make_heads(config, base.device, torch.float32)
     if token_ids is not None:
         assert heads.token_ids is not None
         heads.token_ids.copy_(torch.tensor(sorted(token_ids)))

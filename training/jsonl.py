@@ -1,11 +1,14 @@
 """Reads files of one JSON object a line. Every complaint names the file and the line."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import DataError
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character; the other half should follow
 
 
 def read_bytes(path: Path) -> bytes:
@@ -61,7 +64,7 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
         where: "FILE:LINE", for the message.
 
     Raises:
-        DataError: it holds no JSON object.
+        DataError: it holds no JSON object, or text that can't be encoded.
     """
     try:
         value = json.loads(text)
@@ -69,4 +72,14 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: isn't JSON ({error}); one JSON object must stand there") from error
     if not isinstance(value, dict):
         raise DataError(f"{where}: is {text[:40]!r}; one JSON object must stand there")
+    if _SURROGATE.search(text):
+        _check_characters(value, where)
     return value
+
+
+def _check_characters(value: Any, where: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise DataError(f"{where}: holds half a character, {half}; cut texts between characters, not within") from error

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.medusa_heads import HeadsConfig
+from specdec.errors import CheckpointError
 from specdec.hub.cache import replace_file
 from specdec.training.accuracies import label_ranks
 from specdec.training.batches import IGNORE
@@ -105,12 +106,26 @@ class MetricsLog:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """Return the lines of `metrics.jsonl`, without one that a kill cut short; none if there is no file."""
+    """Return the lines of `metrics.jsonl`, without one that a kill cut short; none if there is no file.
+
+    Raises:
+        CheckpointError: a line is damaged.
+    """
     path = out / METRICS_FILE
     if not path.exists():
         return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    lines: list[dict[str, Any]] = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+            int(lines[-1]["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"{path}:{number}: is damaged ({error!r}); take the line out, or remove the file: nothing but the plot "
+                "is made of it"
+            ) from error
+    return lines
 
 
 def save_accuracies(out: Path, evaluation: Evaluation, step: int) -> None:

@@ -147,9 +147,9 @@ class TypicalRule:
     lossless = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.epsilon < 1:
+        if type(self.epsilon) not in (int, float) or not 0 < self.epsilon < 1:
             raise ConfigError(f"epsilon must be above 0 and below 1, not {self.epsilon!r}")
-        if not 0 < self.delta < math.inf:
+        if type(self.delta) not in (int, float) or not 0 < self.delta < math.inf:
             raise ConfigError(f"delta must be a finite number above 0, not {self.delta!r}")
 
     def __call__(

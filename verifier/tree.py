@@ -6,7 +6,7 @@ root alone is plain decoding.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -54,16 +54,35 @@ class TokenTree:
         tokens: list[int] = self.tokens[self.cu_nodes[b] : self.cu_nodes[b + 1]].tolist()
         return tokens
 
+    def check(self) -> None:
+        """Check that the fields fit each other, as `build` makes them: for trees that may come from elsewhere.
+
+        Raises:
+            ValueError: they don't; the message says what is wrong.
+        """
+        fields, count = (self.tokens, self.parents, self.depth, self.ancestors), self.cu_nodes[-1]
+        if self.cu_nodes[0] or any(field.shape != (count,) or field.is_floating_point() for field in fields):
+            shapes = [tuple(field.shape) for field in fields]
+            raise ValueError(f"tokens, parents, depth and ancestors {shapes} must be [{count}] int64: cu_nodes says so")
+        if self.proposers:
+            _check_proposers(self.proposers, count)
+        tokens, parents, depth, ancestors = (field.tolist() for field in fields)
+        for b, (start, end) in enumerate(pairwise(self.cu_nodes)):
+            _check_sequence(b, tokens[start:end], parents[start:end])
+            if _lineage(parents[start:end]) != (depth[start:end], ancestors[start:end]):
+                raise ValueError(f"sequence {b}: depth or ancestors don't follow from the parents; use TokenTree.build")
+
     @classmethod
     def join(cls, trees: Sequence["TokenTree"]) -> "TokenTree":
-        """Put the trees of several batches, at least one, behind each other."""
+        """Put the trees of several batches, at least one, behind each other; where one lacks proposers none has any."""
+        proposers = [t.proposers or ("",) * len(t.tokens) for t in trees]
         return cls(
             torch.cat([t.tokens for t in trees]),
             torch.cat([t.parents for t in trees]),
             torch.cat([t.depth for t in trees]),
             torch.cat([t.ancestors for t in trees]),
             tuple(accumulate((t.num_nodes(b) for t in trees for b in range(t.num_sequences)), initial=0)),
-            tuple(name for t in trees for name in t.proposers),
+            tuple(name for names in proposers for name in names) if all(map(all, proposers)) else (),
         )
 
     @classmethod
@@ -78,23 +97,25 @@ class TokenTree:
             proposers: a name for each node of all sequences, or nothing.
 
         Raises:
-            ValueError: a sequence has no root, more than 64 nodes, or a parent that doesn't precede its child.
+            ValueError: a sequence has no root, more than 64 nodes, or a parent that doesn't precede its child; or the
+                number of proposers isn't that of the nodes.
         """
         depth: list[int] = []
         ancestors: list[int] = []
         cu_nodes = [0]
         for b, (toks, pars) in enumerate(zip(tokens, parents, strict=True)):
             _check_sequence(b, toks, pars)
-            start = len(depth)
-            for i, p in enumerate(pars):
-                depth.append(depth[start + p] + 1 if i else 0)
-                ancestors.append((ancestors[start + p] if i else 0) | 1 << i)
+            depths, masks = _lineage(pars)
+            depth += depths
+            ancestors += masks
             cu_nodes.append(len(depth))
+        if proposers:
+            _check_proposers(proposers, len(depth))
         return cls(
             torch.tensor([t for toks in tokens for t in toks], dtype=torch.int64),
             torch.tensor([p for pars in parents for p in pars], dtype=torch.int64),
             torch.tensor(depth, dtype=torch.int64),
-            torch.tensor([_signed(a) for a in ancestors], dtype=torch.int64),
+            torch.tensor(ancestors, dtype=torch.int64),
             tuple(cu_nodes),
             tuple(proposers),
         )
@@ -145,6 +166,20 @@ def _check_sequence(b: int, tokens: Sequence[int], parents: Sequence[int]) -> No
     for i, p in enumerate(parents):
         if (p != -1) if i == 0 else not 0 <= p < i:
             raise ValueError(f"sequence {b}, node {i}: parent {p} must be -1 for node 0 and precede any other node")
+
+
+def _check_proposers(proposers: Sequence[str], num_nodes: int) -> None:
+    if len(proposers) != num_nodes:
+        raise ValueError(f"{len(proposers)} proposers are given for {num_nodes} nodes; name one for each, or none")
+
+
+def _lineage(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Depth and ancestors, as int64 values, of the nodes of one sequence."""
+    depth, masks = [0], [1]
+    for i, p in enumerate(parents[1:], 1):
+        depth.append(depth[p] + 1)
+        masks.append(masks[p] | 1 << i)
+    return depth, [_signed(mask) for mask in masks]
 
 
 def _signed(mask: int) -> int:

@@ -12,7 +12,17 @@ from transformers import PreTrainedModel
 from specdec.bench.counts import total
 from specdec.bench.dataset import Prompt, load_prompts
 from specdec.bench.environment import environment, memory_bytes, release_memory, reset_peak
-from specdec.bench.results import Cell, Divergence, Failure, Result, Settings, read_result, same_settings, write_json
+from specdec.bench.results import (
+    Cell,
+    Divergence,
+    Failure,
+    Result,
+    Settings,
+    read_result,
+    same_environment,
+    same_settings,
+    write_json,
+)
 from specdec.bench.summary import summarize
 from specdec.bench.systems import (
     PLAIN,
@@ -70,7 +80,10 @@ def run(settings: Settings, out: Path | None = None, *, resume: bool = False, re
     prompts = load_prompts(settings.prompts, settings.categories, settings.num_prompts)
     before = _earlier(settings, out, resume)
     loaded = load_target(settings.model, settings.device, settings.dtype)
-    result = before or Result(settings, environment(loaded.model.device, loaded.model.dtype))
+    here = environment(loaded.model.device, loaded.model.dtype)
+    if before is not None and out is not None:
+        same_environment(before.environment, here, out)
+    result = before or Result(settings, here)
     runner = _Runner(settings, loaded, _ask(prompts, loaded, settings), result, out, report or (lambda *_: None))
     runner.run()
     return result
@@ -198,11 +211,13 @@ class _Runner:
             return None
         if self.settings.temperature > 0 and not (system.exact and self.settings.baseline == PLAIN):
             return None
-        pairs = [(one, reference.get(one.prompt.id), answer) for one, answer in zip(asked, answers, strict=True)]
+        if any(one.prompt.id not in reference for one in asked):
+            return None  # the baseline failed on them
+        pairs = [(one, reference[one.prompt.id], answer) for one, answer in zip(asked, answers, strict=True)]
         return [
             Divergence(one.prompt.id, at, logit_margin(self.loaded.model, one.ids + want[:at]))
             for one, want, answer in pairs
-            if want is not None and (at := first_difference(want, answer.token_ids)) is not None
+            if (at := first_difference(want, answer.token_ids)) is not None
         ]
 
     def _fail(self, case: _Case, category: str | None, batch_size: int | None, error: Exception) -> None:

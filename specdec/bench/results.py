@@ -114,7 +114,8 @@ class Cell:
         seconds: of each group of `batch_size` prompts.
         num_tokens: delivered in each group.
         stats: counters of all answers together; None for peers, which have none.
-        divergences: None where the baseline's tokens are no reference: a peer that samples, or the baseline itself.
+        divergences: None where the baseline's tokens are no reference: a peer that samples, the baseline itself, or
+            prompts that it failed on.
         split: where the time went; None for peers, and but for the least batch size.
         memory_bytes: peak on a GPU, held by the process on a CPU.
     """
@@ -226,7 +227,7 @@ def read_result(path: Path) -> Result:
             [Failure(**failure) for failure in value["failures"]],
             {name: [int(token) for token in tokens.split()] for name, tokens in value["reference"].items()},
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{path}: is no whole result of `bench acceptance` ({error!r})") from error
 
 
@@ -255,4 +256,23 @@ def same_settings(one: Settings, other: Settings, path: Path) -> None:
         if was != now:
             raise ConfigError(
                 f"{path} was measured with {name} {was!r}, not {now!r}; give the same, or another file without --resume"
+            )
+
+
+def same_environment(one: Mapping[str, Any], other: Mapping[str, Any], path: Path) -> None:
+    """Check that a run goes on where it began: its file names one device and one set of versions for all cells.
+
+    Args:
+        one, other: as `specdec.bench.environment.environment` gives them: the file's and the present one.
+        path: the file, for the message.
+
+    Raises:
+        ConfigError: it was measured elsewhere; the message names the first difference.
+    """
+    for name in ("device", "dtype", "threads", "specdec", "python", "packages"):
+        was, now = one.get(name), other.get(name)
+        if was != now:
+            raise ConfigError(
+                f"{path} was measured with {name} {was!r}, and here it is {now!r}; go on where it was begun, or give "
+                "another file without --resume"
             )

@@ -53,6 +53,21 @@ def make_examples(
     return _own_answers(loaded, options, max_len, clock)
 
 
+def check_answers(options: Mapping[str, Any]) -> None:
+    """Check how the model is to answer, before hours go into what comes first.
+
+    Args:
+        options: the command's temperatures and answer_tokens.
+
+    Raises:
+        InvalidRequest: one is out of bounds.
+    """
+    from specdec.params import SamplingParams
+
+    for temperature in options["temperatures"]:
+        SamplingParams(max_new_tokens=options["answer_tokens"], temperature=temperature)
+
+
 def _own_answers(loaded: "Loaded", options: Mapping[str, Any], max_len: int, clock: "Clock | None") -> "list[Example]":
     from accelerate import PartialState
 
@@ -78,6 +93,7 @@ def _own_answers(loaded: "Loaded", options: Mapping[str, Any], max_len: int, clo
         **(sizes if on_gpu else {}),
     )
     num_tasks = round(options["tasks"] * options["num_prompts"]) if options["prompts"] == "self" else 0
+    num_tasks = min(num_tasks, options["num_prompts"] - 1)  # one prompt at least is the model's own
     num_orders = round(TEXTS_A_TASK * num_tasks)
 
     def answered(prompts: "list[Messages]", share: float) -> "list[Example]":
@@ -128,7 +144,7 @@ def _prompts(
         return read_prompts(options["prompts"] or options["data"])
     kept: Path = options["out"] / PROMPTS_FILE
     if kept.exists():
-        return read_prompts(kept)
+        return _kept(kept, wanted)
     assert llm.tokenizer is not None
     ask = _ask(llm, PROMPT_TOKENS, (1.0,), options["seed"])
     openings = OPENINGS if options["openings"] else ()
@@ -143,14 +159,14 @@ def _prompts(
 
 def _tasks(llm: "LLM", examples: "list[Example]", options: Mapping[str, Any], wanted: int) -> "list[Messages]":
     """Tasks on the texts that the model has written to order, kept in the run's folder."""
-    from specdec.training.prompts import read_prompts, without_known, write_prompts
+    from specdec.training.prompts import without_known, write_prompts
     from specdec.training.tasks import compose_tasks
 
     kept: Path = options["out"] / TASKS_FILE
     if not wanted:
         return []
     if kept.exists():
-        return read_prompts(kept)
+        return _kept(kept, wanted)
     assert llm.tokenizer is not None
     answers = [list(compress(example.input_ids, example.answer)) for example in examples]
     texts = llm.tokenizer.batch_decode(answers, skip_special_tokens=True)
@@ -159,6 +175,16 @@ def _tasks(llm: "LLM", examples: "list[Example]", options: Mapping[str, Any], wa
         _say(f"{len(found)} tasks could be made of the texts, not {wanted}")
     if found:
         write_prompts(kept, found)
+    return found
+
+
+def _kept(path: Path, wanted: int) -> "list[Messages]":
+    """Those that an earlier call has made, at most so many."""
+    from specdec.training.prompts import read_prompts
+
+    found = read_prompts(path)[:wanted]
+    if len(found) < wanted:
+        _say(f"{path} holds {len(found)} prompts, not {wanted}, and they are taken; remove it, and others are made")
     return found
 
 
@@ -187,9 +213,9 @@ def _timed(what: str) -> Iterator[None]:
 
 def _ask(llm: "LLM", max_new_tokens: int, temperatures: Sequence[float], seed: int) -> "Ask":
     """Answer batches of prompts, each request with a seed of its own, the temperatures in turn."""
-    from specdec.params import SamplingParams
+    from specdec.params import MAX_SEED, SamplingParams
 
-    seeds = count(seed * 1_000_003)
+    seeds = count(seed * 1_000_003 % (MAX_SEED // 2))
 
     def ask(prompts: list[list[int]]) -> list[list[int]]:
         params = [

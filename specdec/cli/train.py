@@ -41,7 +41,12 @@ def train() -> None:
 @click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Chats or plain text.")
 @click.option("--prompts", help="A file of prompts, or `self`: the model writes them; it answers them itself.")
 @click.option("--self-distill", is_flag=True, help="The model answers the prompts of --data anew.")
-@click.option("--num-prompts", default=2000, help="How many prompts there are with `--prompts self`, tasks included.")
+@click.option(
+    "--num-prompts",
+    type=click.IntRange(min=1),
+    default=2000,
+    help="How many prompts there are with `--prompts self`, tasks included.",
+)
 @click.option(
     "--openings/--no-openings",
     default=True,
@@ -100,7 +105,7 @@ def train() -> None:
 )
 @click.option("--decay", default=0.8, help="The loss of head k counts decay ** k.")
 @click.option("--warmup", default=40, help="Steps of warm-up before the cosine.")
-@click.option("--seed", default=0, help="Of the order of the examples, and of the model's own prompts and answers.")
+@click.option("--seed", default=0, help="Of the examples' order, the heads' first weights, the model's own texts.")
 @click.option("--eval-every", default=100, help="Steps between measurements on held-out examples.")
 @click.option("--save-every", default=100, help="Steps between checkpoints.")
 @click.option(
@@ -123,9 +128,11 @@ def medusa(**options: Any) -> None:
     stored with them, and `specdec tree` finds the one that is fastest on this device. Several processes:
     `accelerate launch "$(which specdec)" train medusa …`.
     """
-    from specdec.cli.examples import make_examples
+    from specdec.cli.examples import check_answers, make_examples
     from specdec.errors import CheckpointError, ConfigError
+    from specdec.llm import resolve_dtype
     from specdec.training.clock import Clock
+    from specdec.training.hidden import heads_config
     from specdec.training.trainer import prepare_out
 
     clock = None if options["time_limit"] is None else Clock(60 * options["time_limit"])
@@ -133,11 +140,14 @@ def medusa(**options: Any) -> None:
         raise ConfigError("give either --data or --prompts")
 
     config = _config(options)
+    check_answers(options)
     prepare_out(options["out"], options["resume"])
     loaded = _load_base(options)
     if loaded.tokenizer is None:
         raise CheckpointError(f"{options['model']}: has no tokenizer, which the data needs")
     longest = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or config.batch_tokens
+    resolve_dtype(options["dtype"], loaded.model.device)
+    heads_config(loaded.model, **_shape(options), draft_vocab=options["draft_vocab"])
     examples = make_examples(loaded, options, min(longest, config.batch_tokens), clock)
     train_medusa(loaded.model, examples, config, options, clock)
 
@@ -168,24 +178,16 @@ def train_medusa(
     from specdec.llm import resolve_dtype
     from specdec.training.card import add_facts
     from specdec.training.checkpoint import writing
-    from specdec.training.data import split
+    from specdec.training.data import num_prompts, split
     from specdec.training.hidden import new_heads
     from specdec.training.trainer import train as run
     from specdec.training.vocab import frequent_tokens
 
     dtype = resolve_dtype(options["dtype"], model.device)
-    train_set, held_out = split(examples, min(MOST_HELD_OUT, max(1, len(examples) // 20)))
-    kind, count = options["kind"], options["draft_vocab"]
-    num_layers = (0 if kind == "recurrent" else 1) if options["num_layers"] is None else options["num_layers"]
-    heads = new_heads(
-        model,
-        options["num_heads"],
-        num_layers,
-        options["projection"],
-        kind,
-        options["width"],
-        None if count is None else frequent_tokens(train_set, count, len(model.get_output_embeddings().weight)),
-    )
+    train_set, held_out = split(examples, min(MOST_HELD_OUT, max(1, num_prompts(examples) // 20)))
+    count, vocab_size = options["draft_vocab"], len(model.get_output_embeddings().weight)
+    token_ids = None if count is None else frequent_tokens(train_set, count, vocab_size)
+    heads = new_heads(model, **_shape(options), token_ids=token_ids, seed=config.seed)
     spent = None if clock is None else clock.span_to(TRAIN_UNTIL)
     if spent is not None and spent() == 1:
         raise ConfigError(
@@ -211,6 +213,14 @@ def train_medusa(
             facts = _card_facts(options, train_set, held_out, config, result)
             add_facts(options["out"], heads.config, training=facts)
         _print_result(result, options["out"], taus, options["as_json"])
+
+
+def _shape(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the options say of the heads' shape, in `new_heads`'s words."""
+    shape = {name: options[name] for name in ("num_heads", "num_layers", "projection", "kind", "width")}
+    if shape["num_layers"] is None:
+        shape["num_layers"] = 0 if shape["kind"] == "recurrent" else 1
+    return shape
 
 
 def _store_tree(model: "PreTrainedModel", held_out: "list[Example]", out: Path) -> dict[int, float]:

@@ -47,6 +47,7 @@ def _query(item: Scheduled) -> DraftQuery:
 def _propose(drafter: Drafter, queries: Sequence[DraftQuery], vocab_size: int) -> TokenTree:
     """Ask for trees and refuse those that don't answer the queries."""
     tree = drafter.propose(queries)
+    tree.check()
     problem = None
     if tree.num_sequences != len(queries):
         problem = f"{tree.num_sequences} trees for {len(queries)} sequences"
