@@ -184,6 +184,13 @@ def test_a_model_without_a_head_is_refused_by_name() -> None:
         Decoder(model)
 
 
+def test_a_model_with_fewer_layers_than_its_config_says_is_refused() -> None:
+    model = tiny_model("llama")
+    del model.model.layers[2]
+    with pytest.raises(UnsupportedModel, match="has 2 layers and its config says 3; set num_hidden_layers"):
+        Decoder(model)
+
+
 def test_parameters_that_would_not_be_read_are_refused_and_nothing_is_changed() -> None:
     model = tiny_model("qwen2")
     storage = model.model.layers[0].self_attn.q_proj.weight.data_ptr()

@@ -611,7 +611,7 @@ def test_prompt_lookup_is_left_to_the_drafter_with_one_warning(ngram: Pair) -> N
     "change, reason",
     [
         (lambda m: m.train(), "the model is in training mode"),
-        (lambda m: m.float(), "weights were moved or replaced"),
+        (lambda m: m.float(), "modules or weights were moved or replaced"),
         (lambda m: m.model.layers[1].register_forward_hook(lambda *_: None), "forward hooks are on the model"),
     ],
 )

@@ -132,6 +132,10 @@ def test_logprobs_of_a_completion(server: Served, offline: LLM) -> None:
     assert "".join(whole.tokens) == want.text and whole.text_offset == list(range(16))
     assert whole.token_logprobs == [pytest.approx(e.logprob, abs=1e-9) for e in want.logprobs]
     assert [len(top) for top in whole.top_logprobs] == [3] * 16
+    for number in (0, 1):  # beside the likeliest, the one that was drawn
+        drawn = complete(server, logprobs=number, temperature=2, seed=1).choices[0].logprobs
+        assert all(own in top for own, top in zip(drawn.tokens, drawn.top_logprobs, strict=True))
+        assert max(map(len, drawn.top_logprobs)) == number + 1
     offsets = [o for c in complete(server, logprobs=3, stream=True) for o in c.choices[0].logprobs.text_offset]
     assert offsets == whole.text_offset
 
@@ -209,6 +213,15 @@ def test_models_tokens_and_version(server: Served, offline: LLM) -> None:
     assert server.http.get("/version").json()["version"]
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/ready").json() == {"status": "ready"}
+
+
+def test_what_can_be_read_can_be_asked_for_by_head(server: Served) -> None:
+    for path in ("/", "/playground.js", "/health", "/ready", "/version", "/metrics", "/v1/models"):
+        head, got = server.http.head(path), server.http.get(path)
+        assert (head.status_code, head.content) == (200, b"") and got.content
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert server.http.head("/v1/completions").status_code == 405
+    assert server.http.get("/playground.exe").json()["error"]["code"] == "not_found"
 
 
 def test_fields_of_openai_are_taken_or_refused_by_name(server: Served) -> None:

@@ -63,6 +63,8 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "penalty": ("/v1/chat/completions", chat_body(presence_penalty=-2.1)),
     "bias of words": ("/v1/chat/completions", chat_body(logit_bias={"x": 1})),
     "bias of many": ("/v1/chat/completions", chat_body(logit_bias={str(i): 1 for i in range(100_000)})),
+    "options of a stream that is none": ("/v1/chat/completions", chat_body(stream_options={"include_usage": True})),
+    "two limits": ("/v1/chat/completions", chat_body(max_tokens=3, max_completion_tokens=4)),
     "bias outside the vocabulary": ("/v1/chat/completions", chat_body(logit_bias={"96": 1})),
     "all tokens banned at first": (
         "/v1/chat/completions",
@@ -105,8 +107,17 @@ def test_absurd_requests_are_refused_before_any_work(case: str, server: Served) 
 
 @pytest.mark.parametrize(
     "body",
-    [b"{", b"[" * 200_000, b"1" * 100_000, b"\xff\xfe", b'{"model": 1e999}', b"", b'{"a":' * 100_000],
-    ids=range(7),
+    [
+        b"{",
+        b"[" * 200_000,
+        b"1" * 100_000,
+        b'{"n": ' + b"9" * 5000 + b"}",
+        b"\xff\xfe",
+        b'{"model": 1e999}',
+        b"",
+        b'{"a":' * 100_000,
+    ],
+    ids=range(8),
 )
 def test_broken_bodies_are_refused(body: bytes, server: Served) -> None:
     response = server.http.post(
@@ -121,7 +132,35 @@ def test_forms_of_foreign_pages_are_no_requests(server: Served) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         content = json.dumps({"model": MODEL, "prompt": "a"}).encode()
         response = server.http.post("/v1/completions", content=content, headers={"content-type": kind})
-        assert response.status_code == 400
+        error = response.json()["error"]["message"]
+        assert response.status_code == 400 and error.endswith("sent as JSON, with Content-Type: application/json")
+    listed = server.http.post("/v1/completions", json=[]).json()["error"]
+    assert listed["message"] == "the body must be a JSON object" and listed["param"] is None
+
+
+PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": PICTURE}, "messages.0.content.0.type", "Input should be 'text'"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", "Field required"),
+    ({"stop": ["a", ""]}, "stop.1", "String should have at least 1 character"),
+    ({"stop": {"a": 1}}, "stop", "Input should be a valid string; or: Input should be a valid list"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "the keys must be token ids"),
+    ({"stream_options": {"usage": True}}, "stream_options.usage", "Extra inputs are not permitted"),
+    ({"top_logprobs": 3}, "top_logprobs", "top_logprobs needs logprobs to be true"),
+]
+
+
+@pytest.mark.parametrize("fields, param, message", WRONG_FIELDS, ids=[param for _, param, _ in WRONG_FIELDS])
+def test_a_wrong_field_is_named_as_it_was_sent(
+    fields: dict[str, Any], param: str, message: str, server: Served
+) -> None:
+    error = server.chat(**fields).json()["error"]
+    assert error["param"] == param and error["message"].removeprefix(f"{param}: ") == message
+
+
+def test_a_wrong_prompt_is_named_where_it_is_wrong(server: Served) -> None:
+    for prompt, param in (([[1, "a"]], "prompt.0.1"), ({"a": 1}, "prompt"), ([[5], [-1]], "prompt.1.0")):
+        assert server.post("/v1/completions", {"model": MODEL, "prompt": prompt}).json()["error"]["param"] == param
 
 
 def test_neighbours_of_hostile_requests_get_their_tokens(server: Served) -> None:
@@ -316,7 +355,13 @@ def test_two_requests_with_one_client_id_are_both_right(server: Served) -> None:
 @pytest.mark.parametrize(
     "bad",
     [{"port": -1}, {"port": 70_000}, {"max_queue": -1}, {"max_body_bytes": 5}, {"max_header_bytes": 5}]
-    + [{"drain_seconds": -1.0}, {"body_seconds": float("inf")}, {"api_keys": (" ",)}],
+    + [
+        {"drain_seconds": -1.0},
+        {"body_seconds": float("inf")},
+        {"api_keys": (" ",)},
+        {"api_keys": (" key",)},
+        {"api_keys": ("ключ",)},
+    ],
     ids=str,
 )
 def test_absurd_options_are_refused_by_name(bad: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ def word_tokenizer(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
 def counting_llm(tokenizer: PreTrainedTokenizerFast) -> LLM:
     """A model that says token i + 1 after token i."""
     size = len(tokenizer)
-    model = tiny_llama(vocab_size=size, hidden_size=size + size % 2, num_hidden_layers=1)
+    model = tiny_llama(vocab_size=size, hidden_size=size + -size % 4, num_hidden_layers=1)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(size, model.config.hidden_size))
         model.model.layers[0].self_attn.o_proj.weight.zero_()
@@ -83,6 +83,29 @@ def test_characters_that_span_tokens_come_whole() -> None:
         assert any(not text for text in texts), "no character spans tokens: nothing was tested"
         whole = server.complete([0], max_tokens=len(pieces) - 1).json()
         assert whole["choices"][0]["text"] == TEXT[1:]
+
+
+def test_events_are_lines_to_clients_with_more_ends_of_lines() -> None:
+    text = "a\u2028b\x85c\u2029d\ne"
+    pieces = unequal_pieces(text.encode())
+    body = {"model": MODEL, "prompt": [0], "temperature": 0, "stream": True, "max_tokens": len(pieces) - 1}
+    with (
+        served(counting_llm(byte_tokenizer(pieces))) as server,
+        server.http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == text[1:]
+
+
+def test_of_tokens_with_the_same_text_the_likelier_is_shown() -> None:
+    """Parts of characters all show as U+FFFD."""
+    pieces = unequal_pieces(TEXT.encode())
+    with served(counting_llm(byte_tokenizer(pieces))) as server:
+        choice = server.complete([0], max_tokens=len(pieces) - 1, logprobs=5).json()["choices"][0]["logprobs"]
+        own = zip(choice["tokens"], choice["token_logprobs"], choice["top_logprobs"], strict=True)
+        parts = [(logprob, top["\ufffd"]) for token, logprob, top in own if token == "\ufffd"]
+        assert parts and all(best == logprob for logprob, best in parts)  # greedy: the token is the likeliest
 
 
 @pytest.mark.parametrize("stop", ["漢字と", "字", "naïve!", "🏳️‍🌈; n", "Ω"])

@@ -3,10 +3,12 @@
 import os
 import warnings
 from collections.abc import Mapping
+from threading import RLock
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.modules import module as all_modules
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.build import build_engine, engine_config
@@ -20,14 +22,15 @@ from specdec.hf.call import Call, Given, NotOurs
 from specdec.hf.criteria import row_stopping
 from specdec.hf.results import assemble
 from specdec.hub.load import load
+from specdec.models.decoder import Decoder
 from specdec.models.load import make_target
 from specdec.outputs import Completion
 
 
 class Accelerated:
-    """An engine in the place of a model's `generate`; made by `accelerate`. Not for several threads at once.
+    """An engine in the place of a model's `generate`; made by `accelerate`.
 
-    As a context manager it restores the model at the end.
+    Calls of several threads wait for each other. As a context manager it restores the model at the end.
 
     Args:
         model: the model, its weights shared with the engine.
@@ -49,7 +52,8 @@ class Accelerated:
         self._tokenizer, self._reason = tokenizer, reason
         self._replaced = vars(model).get("generate")
         self._original: Any = model.generate
-        self._storage = _storage(model)
+        self._parts = _parts(model)
+        self._turn, self._running = RLock(), False
         model.generate = self._pass_on if engine is None else self.generate
 
     def restore(self) -> None:
@@ -106,6 +110,10 @@ class Accelerated:
             custom_generate=custom_generate,
             kwargs=kwargs,
         )
+        with self._turn:
+            return self._answer(given)
+
+    def _answer(self, given: Given) -> Any:
         state = torch.get_rng_state()
         self.completions = []
         try:
@@ -117,10 +125,10 @@ class Accelerated:
             why = str(reason)
         else:
             if call.warning:
-                warnings.warn(call.warning, UserWarning, stacklevel=3)
+                warnings.warn(call.warning, UserWarning, stacklevel=4)
             self.completions = [request.completion() for request in requests]
             return assemble(call, requests)
-        _warn(why, stacklevel=4)
+        _warn(why, stacklevel=5)
         torch.set_rng_state(state)  # as if nothing had been drawn
         return self._original(**given.as_arguments())
 
@@ -132,7 +140,10 @@ class Accelerated:
     def _run(self, engine: Engine, call: Call) -> list[Request]:
         """Run the rows to their ends; blocks are free again whatever happens."""
         engine.reset_prefix_cache()  # the weights may have been updated in place since the last call
+        if isinstance(engine.model, Decoder):
+            engine.model.refresh()
         requests: list[Request] = []
+        self._running = True
         try:
             self._add(engine, call, requests)
             num_streamed = 0
@@ -150,6 +161,7 @@ class Accelerated:
                 call.streamer.end()
             return requests
         finally:
+            self._running = False
             for request in requests:
                 engine.abort(request)
 
@@ -167,12 +179,18 @@ class Accelerated:
         """Return the engine, unless it would answer by other weights or without what the user hung into the model."""
         if self.engine is None:
             raise NotOurs(self._reason)
+        if self._running:
+            raise NotOurs("it is made within another call, by a processor, a criterion or a streamer")
         if self.model.training:
             raise NotOurs("the model is in training mode")
-        if _storage(self.model) != self._storage:
-            raise NotOurs("weights were moved or replaced since accelerate(); restore and accelerate the model again")
-        if any(_hooked(module) for module in self.model.modules()):
+        if _parts(self.model) != self._parts:
+            raise NotOurs(
+                "modules or weights were moved or replaced since accelerate(); restore and accelerate the model again"
+            )
+        if _hooked_everywhere() or any(_hooked(module) for module in self.model.modules()):
             raise NotOurs("forward hooks are on the model")
+        if (changed := next((name for name, m in self.model.named_modules() if _own_forward(m)), None)) is not None:
+            raise NotOurs(f"{changed or 'the model'} has a forward of its own, which isn't its class's")
         return self.engine
 
 
@@ -186,9 +204,9 @@ def accelerate(
 ) -> Accelerated:
     """Make `model.generate` run through speculative decoding, with transformers' own arguments and results.
 
-    The weights are shared, not copied, and the model's forward still works. What the engine can't do goes to
-    transformers' own `generate` with one `UserWarning` that names the reason; so does every call of a model that it
-    can't run, e.g. an encoder-decoder. The results are the same, but for these:
+    The weights are shared, not copied: the model's forward still works, and an optimizer's steps count for the next
+    call. What the engine can't do goes to transformers' own `generate` with one `UserWarning` that names the reason; so
+    does every call of a model that it can't run, e.g. an encoder-decoder. The results are the same, but for these:
 
     - Sampling follows the same distribution with other tokens: each row has its own seed, drawn from torch's global
       generator, so that `torch.manual_seed` makes it repeatable.
@@ -256,12 +274,25 @@ def _accelerated(model: PreTrainedModel) -> Accelerated | None:
     return owner if isinstance(owner, Accelerated) else None
 
 
-def _storage(model: PreTrainedModel) -> list[int]:
-    """Where the parameters are: in-place updates reach the engine, replaced parameters don't."""
-    return [parameter.data_ptr() for parameter in model.parameters()]
+def _parts(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """What the engine was built on: in-place updates of parameters reach it, other parts don't."""
+    kinds = [(name, type(module)) for name, module in model.named_modules()]
+    return [*kinds, *((name, parameter.data_ptr()) for name, parameter in model.named_parameters())]
 
 
 def _hooked(module: torch.nn.Module) -> bool:
     """Whether a module has hooks besides transformers' own, which only record what it computes."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+
+
+def _hooked_everywhere() -> bool:
+    """Whether torch calls a hook for every module there is."""
+    return bool(all_modules._global_forward_pre_hooks or all_modules._global_forward_hooks)
+
+
+def _own_forward(module: torch.nn.Module) -> bool:
+    """Whether a module runs something else than its class says; a compiled forward computes the same."""
+    forward = vars(module).get("forward")
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward

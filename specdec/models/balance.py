@@ -8,7 +8,7 @@ MAX_EXPONENT = 4
 
 
 def balance(norm: Tensor, projection: Tensor, num_heads: int) -> Tensor:
-    """Return the norm's weights with factors that leave every score as it is, and keys easier to quantize.
+    """Return factors on the norm's weights, [heads + kv heads, D], that change no score and ease quantizing keys.
 
     A channel of a head's keys is multiplied, and that of its queries divided, by a power of two: no product of the two
     changes by a bit. Both channels that turn together have the same. It brings queries and keys as near to the same
@@ -28,4 +28,4 @@ def balance(norm: Tensor, projection: Tensor, num_heads: int) -> Tensor:
     exponent = (ratio - ratio.median(-1, keepdim=True).values).round().clamp(-MAX_EXPONENT, MAX_EXPONENT)
     factor = exponent.exp2().repeat(1, 2).to(norm.dtype)
     inverse = (1 / factor).repeat_interleave(num_heads // len(keys), 0)
-    return norm * torch.cat([inverse, factor])
+    return torch.cat([inverse, factor])

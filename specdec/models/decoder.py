@@ -15,7 +15,7 @@ from specdec.models.weights import DecoderWeights, LayerWeights, Projection, sha
 
 
 class Decoder:
-    """Runs a Hugging Face causal LM over packed batches. Its weights are the model's own, not copies.
+    """Runs a Hugging Face causal LM over packed batches. Its weights are the model's own, not copies; see `refresh`.
 
     Args:
         model: a loaded model of a known family, in eval mode. Its projections become views of merged matrices;
@@ -49,6 +49,12 @@ class Decoder:
         part.weights = replace(self.weights, layers=self.weights.layers[:num_layers])
         part.kv_layout = replace(self.kv_layout, num_layers=num_layers)
         return part
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Follow the model's parameters after they were updated in place; only some norms are copies of them."""
+        for copy_of, make in self.weights.copies:
+            copy_of.copy_(make())
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pages: KVPages) -> torch.Tensor:

@@ -25,6 +25,12 @@ def check_model(model: PreTrainedModel, family: Family) -> None:
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{type(model).__name__} has no language-modelling head; load the causal LM")
     _check_config(model.config, family)
+    layers: Any = model.model.layers
+    if len(layers) != model.config.num_hidden_layers:
+        raise UnsupportedModel(
+            f"the model has {len(layers)} layers and its config says {model.config.num_hidden_layers}; "
+            "set num_hidden_layers to what is there"
+        )
     _check_modules(model, family)
 
 

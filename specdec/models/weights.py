@@ -1,6 +1,6 @@
 """Reads a loaded Hugging Face model's weights into the decoder's layout, without a second copy of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from specdec.models.support import SLIDING, check_model, is_plain, layer_types
 
 Projection = torch.Tensor | tuple[nn.Module, ...]
 """A matrix, or quantized modules that are called as they are and whose outputs stand side by side."""
+
+Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
+"""Tensors that are not the model's own storage, each with what makes it anew of the model's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class DecoderWeights:
         score_softcap, logit_softcap: scores and logits become cap · tanh(x / cap); None leaves them.
         eps: of the norms.
         activation: of the MLP's gate.
+        copies: those among all these that don't follow the model's parameters by themselves.
     """
 
     embed: torch.Tensor
@@ -86,12 +90,13 @@ class DecoderWeights:
     logit_softcap: float | None
     eps: float
     activation: str
+    copies: Copies
 
 
 def share_weights(model: PreTrainedModel) -> DecoderWeights:
     """Merge the model's projections in place, but for quantized ones, and return everything on the same storage.
 
-    Only norms of queries and keys, and norms that scale by 1 + w (in fp32 at least), are copies.
+    Only norms of queries and keys, and norms that scale by 1 + w (in fp32 at least), are copies; `copies` lists them.
 
     Raises:
         UnsupportedModel: the config or the model asks for something that the decoder doesn't do; the message names it.
@@ -105,14 +110,15 @@ def share_weights(model: PreTrainedModel) -> DecoderWeights:
     head: Any = model.get_output_embeddings()
     attn = base.layers[0].self_attn
     embed = base.embed_tokens
+    copies: Copies = []
     return DecoderWeights(
         embed=embed.weight.detach(),
         embed_scale=float(embed.embed_scale.to(embed.weight.dtype)) if family.embed_scale else None,
         layers=tuple(
-            _layer(layer, family, config, config.sliding_window if kind == SLIDING else None, r)
+            _layer(layer, family, config, config.sliding_window if kind == SLIDING else None, r, copies)
             for layer, kind, r in zip(base.layers, types, layer_rotary, strict=True)
         ),
-        norm=_norm(base.norm, family),
+        norm=_norm(base.norm, family, copies),
         head=head.weight.detach(),
         head_bias=None if head.bias is None else head.bias.detach(),
         rotary=rotary,
@@ -124,6 +130,7 @@ def share_weights(model: PreTrainedModel) -> DecoderWeights:
         logit_softcap=config.final_logit_softcapping if family.logit_softcap else None,
         eps=config.rms_norm_eps,
         activation=getattr(config, family.activation),
+        copies=copies,
     )
 
 
@@ -139,19 +146,19 @@ def _rotary(model: PreTrainedModel, family: Family, types: list[str]) -> tuple[t
     return rotary, [names.index(kind) for kind in kinds]
 
 
-def _layer(layer: Any, family: Family, config: Any, window: int | None, rotary: int) -> LayerWeights:
+def _layer(layer: Any, family: Family, config: Any, window: int | None, rotary: int, copies: Copies) -> LayerWeights:
     attn, mlp = layer.self_attn, layer.mlp
     qkv, qkv_bias = _merge(*(getattr(attn, name) for name in family.qkv))
-    attn_norm = _norm(layer.input_layernorm, family)
+    attn_norm = _norm(layer.input_layernorm, family, copies)
     gate_up, gate_up_bias = _merge(*(getattr(mlp, name) for name in family.gate_up))
     o, o_bias = _merge(attn.o_proj)
     down, down_bias = _merge(mlp.down_proj)
     return LayerWeights(
         attn_norm=attn_norm,
-        mlp_norm=_norm(getattr(layer, family.mlp_norm), family),
-        post_attn_norm=_norm(layer.post_attention_layernorm, family) if family.sandwich else None,
-        post_mlp_norm=_norm(layer.post_feedforward_layernorm, family) if family.sandwich else None,
-        qk_norm=_qk_norm(attn, family, config, qkv, attn_norm) if family.qk_norm else None,
+        mlp_norm=_norm(getattr(layer, family.mlp_norm), family, copies),
+        post_attn_norm=_norm(layer.post_attention_layernorm, family, copies) if family.sandwich else None,
+        post_mlp_norm=_norm(layer.post_feedforward_layernorm, family, copies) if family.sandwich else None,
+        qk_norm=_qk_norm(attn, family, config, qkv, attn_norm, copies) if family.qk_norm else None,
         qkv=qkv,
         o=o,
         gate_up=gate_up,
@@ -165,21 +172,39 @@ def _layer(layer: Any, family: Family, config: Any, window: int | None, rotary: 
     )
 
 
-def _norm(module: Any, family: Family) -> torch.Tensor:
+def _norm(module: Any, family: Family, copies: Copies) -> torch.Tensor:
+    return _copy(lambda: _scale(module, family), copies) if family.norm_offset else _scale(module, family)
+
+
+def _scale(module: Any, family: Family) -> torch.Tensor:
+    """What a norm multiplies by."""
     weight: torch.Tensor = module.weight.detach()
     return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if family.norm_offset else weight
 
 
-def _qk_norm(attn: Any, family: Family, config: Any, qkv: Projection, attn_norm: torch.Tensor) -> torch.Tensor:
+def _qk_norm(
+    attn: Any, family: Family, config: Any, qkv: Projection, attn_norm: torch.Tensor, copies: Copies
+) -> torch.Tensor:
     """[heads + kv heads, D], so that one call normalises queries and keys; balanced behind a plain projection."""
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    q = _norm(attn.q_norm, family).expand(num_heads, -1)
-    k = _norm(attn.k_norm, family).expand(num_kv_heads, -1)
-    norm = torch.cat([q, k])
+
+    def norm() -> torch.Tensor:
+        q = _scale(attn.q_norm, family).expand(num_heads, -1)
+        k = _scale(attn.k_norm, family).expand(num_kv_heads, -1)
+        return torch.cat([q, k])
+
     if not isinstance(qkv, torch.Tensor):
-        return norm
-    projection = qkv[: norm.numel()].view(*norm.shape, -1) * attn_norm
-    return balance(norm, projection, num_heads)
+        return _copy(norm, copies)
+    size = norm()
+    # They stay: whatever the weights become, factors change no score.
+    factors = balance(size, qkv[: size.numel()].view(*size.shape, -1) * attn_norm, num_heads)
+    return _copy(lambda: norm() * factors, copies)
+
+
+def _copy(make: Callable[[], torch.Tensor], copies: Copies) -> torch.Tensor:
+    copy = make()
+    copies.append((copy, make))
+    return copy
 
 
 def _merge(*modules: nn.Linear) -> tuple[Projection, torch.Tensor | None]:

@@ -16,6 +16,8 @@ from specdec.server.calls import Call
 from specdec.server.errors import problem_of
 
 T = TypeVar("T")
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Ends of lines to some clients, though not in server-sent events; in JSON they can only stand in strings."""
 CLIENT_HAS_LEFT = 499
 """Status in the log of requests whose client didn't wait; nobody receives it."""
 
@@ -104,4 +106,5 @@ async def _events(call: Call, answers: Answers) -> AsyncIterator[str]:
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text.translate(_LINE_ENDS)}\n\n"

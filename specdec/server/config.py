@@ -51,3 +51,5 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a number of at least 0, not {getattr(self, name)!r}")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty; leave the option out to ask for no key")
+        if not all(key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
+            raise ConfigError("an API key has spaces or characters that no header carries; give plain ASCII")

@@ -54,6 +54,7 @@ def _sendable(text: str) -> str:
     return whole if len(whole) <= MAX_MESSAGE else whole[:MAX_MESSAGE] + " …"
 
 
+NO_JSON = Problem(400, "the body is not valid JSON", code="invalid_json")
 INTERNAL = Problem(500, "the server failed; its log says why, under this response's X-Request-Id", "server_error")
 
 
@@ -84,15 +85,43 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])[:100]
-        param = first.get("ctx", {}).get("param", where) or None
-        if first["type"] == "json_invalid":  # its place is a number of characters
-            return Problem(400, "the body is not valid JSON", code="invalid_json").response()
-        message = f"{where}: {first['msg']}" if where else first["msg"]
-        return Problem(400, message, code="invalid_value", param=param).response()
+        if error.errors()[0]["type"] == "json_invalid":  # its place is a number of characters
+            return NO_JSON.response()
+        return _of_fields(error, request.headers.get("content-type", "")).response()
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:  # the body can't be parsed, for another reason than its grammar
+            return NO_JSON.response()
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         return Problem(error.status_code, str(error.detail), code=code, headers=error.headers or {}).response()
+
+
+def _of_fields(error: RequestValidationError, content_type: str) -> Problem:
+    """Say what is wrong where the check came furthest: one of a union's kinds tells more than that others don't fit."""
+    places = [(_place(found, error.body), found) for found in error.errors()]
+    where = max((place for place, _ in places), key=len)
+    if not where and not isinstance(error.body, dict):
+        sent = (
+            "a JSON object" if "json" in content_type.lower() else "sent as JSON, with Content-Type: application/json"
+        )
+        return Problem(400, f"the body must be {sent}", code="invalid_value")
+    found = [one for place, one in places if place == where]
+    name = ".".join(where)[:100]
+    message = "; or: ".join(dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in found))
+    param = found[0].get("ctx", {}).get("param", name) or None
+    return Problem(400, f"{name}: {message}" if name else message, code="invalid_value", param=param)
+
+
+def _place(error: Mapping[str, Any], body: Any) -> tuple[str, ...]:
+    """Where an error is in a body: its `loc` without the names of a union's kinds, which nobody sent."""
+    place = []
+    for part in error["loc"][1:]:
+        if isinstance(body, dict) and (part in body or error["type"] == "missing"):
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        place.append(str(part))
+    return tuple(place)

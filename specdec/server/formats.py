@@ -114,12 +114,16 @@ class CompletionFormat:
         return {
             "tokens": [self._texts[entry.token_id] for entry in chunk.logprobs],
             "token_logprobs": [finite(entry.logprob) for entry in chunk.logprobs],
-            "top_logprobs": [
-                {self._texts[token]: finite(logprob) for token, logprob in entry.top.items()}
-                for entry in chunk.logprobs
-            ],
+            "top_logprobs": [self._top(entry) for entry in chunk.logprobs],
             "text_offset": offsets,
         }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the one that came; of parts of characters, which look alike, the likeliest."""
+        top: dict[str, float] = {}
+        for token, logprob in (*entry.top.items(), (entry.token_id, entry.logprob)):
+            top.setdefault(self._texts[token], finite(logprob))
+        return top
 
 
 def finite(logprob: float) -> float:

@@ -46,6 +46,8 @@ class Gate:
             await problem.response()(scope, receive, send)
             return
         assert isinstance(body, bytes)
+        if scope["method"] == "HEAD":  # as GET; the HTTP server leaves the body out
+            scope = {**scope, "method": "GET"}
         await self._app(scope, _replay(body, receive), send)
 
     def _refuse_early(self, scope: Scope) -> Problem | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse
 
 from specdec import __version__
@@ -98,5 +99,5 @@ async def playground_file(kind: str) -> Response:
     """Return one of the playground's files."""
     name = {"js": "playground.js", "css": "playground.css"}.get(kind)
     if name is None:
-        return JSONResponse({}, 404)
+        raise HTTPException(404)
     return FileResponse(_HERE / name, headers=_PAGE_HEADERS)

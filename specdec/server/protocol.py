@@ -1,8 +1,9 @@
 """The objects that clients send. Whatever isn't named here or in `fields` is refused."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from specdec.params import MAX_LOGPROBS, MAX_SAMPLES, MAX_SPECULATIVE_TOKENS, MAX_STOPS, MAX_TOKEN_IDS
 from specdec.server.fields import without_foreign_fields
@@ -77,6 +78,14 @@ class SamplingRequest(Strict):
             raise ValueError("the keys must be token ids")
         return bias
 
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if not self.stream and "stream_options" in self.model_fields_set:
+            raise PydanticCustomError(
+                "of_streams", "stream_options needs stream to be true", {"param": "stream_options"}
+            )
+        return self
+
 
 class TextPart(Strict):
     """A part of a message's content; text is the only kind that this server knows."""
@@ -108,9 +117,14 @@ class ChatRequest(SamplingRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> "ChatRequest":
+    def _check_pairs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise PydanticCustomError(
+                "of_logprobs", "top_logprobs needs logprobs to be true", {"param": "top_logprobs"}
+            )
+        if None not in (both := {self.max_tokens, self.max_completion_tokens}) and len(both) == 2:
+            text = "max_tokens and max_completion_tokens differ; give one of them"
+            raise PydanticCustomError("two_limits", text, {"param": "max_tokens"})
         return self
 
 
