@@ -1,10 +1,12 @@
 """The command line over a tiny model's folder: outputs, JSON, exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -18,6 +20,7 @@ from specdec.engine.capturable import EAGER_PARAMETERS
 from specdec.errors import DownloadError, OutOfBlocks
 from specdec.kernels.ops import triton_ops
 from specdec.models.decoder import Decoder
+from specdec.outputs import Completion
 
 Invoke = Callable[..., Result]
 
@@ -220,6 +223,46 @@ def test_demo_shows_one_table_and_writes_json(invoke: Invoke, tmp_path: Path) ->
     assert [row["prompt"] for row in rows] == list(PROMPTS)
     assert all(row["identical"] or row["margin"] < 1e-3 for row in rows)
     assert all(row["hf"] > 0 and row["plain"] > 0 and row["speculative"] > 0 for row in rows)
+
+
+def test_a_demo_whose_drafts_change_tokens_fails(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = LLM.generate
+
+    def wrong(self: LLM, *args: Any) -> list[Completion]:
+        completions = generate(self, *args)
+        if self.engine.drafter.name != "none":
+            completions[0].token_ids[0] += 1
+        return completions
+
+    monkeypatch.setattr(LLM, "generate", wrong)
+    result = invoke("demo", "--max-new-tokens", "4")
+    assert (result.exit_code, "please report it" in result.stderr) == (1, True)
+    assert invoke("demo", "--max-new-tokens", "4", "--dtype", "bfloat16").exit_code == 0, (
+        "bits depend on the rows there"
+    )
+
+
+@pytest.mark.parametrize("command", [["demo"], ["bench", "latency"]])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(invoke: Invoke, command: list[str]) -> None:
+    result = invoke(*command, "--json", "/nowhere/at/all.json")
+    assert (result.exit_code, "the folder '/nowhere/at' doesn't exist" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", [["generate", "-"], ["chat"]])
+def test_input_that_is_no_text_is_named(folder: Path, command: list[str]) -> None:
+    line = [
+        sys.executable,
+        "-c",
+        "from specdec.cli.main import main; main()",
+        *command,
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+    ]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(line, input=b"caf\xe9\n", capture_output=True, env=environment)
+    assert done.returncode == 2 and b"standard input isn't text in utf-8" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from specdec.cli.options import cache_options, make_llm, make_params, model_options, report, sampling_options
+from specdec.cli.options import cache_options, make_llm, make_params, model_options, report, sampling_options, typed
 
 
 @click.command()
@@ -34,6 +34,6 @@ def chat(system: str | None, **options: Any) -> None:
 def _ask() -> str:
     """Read a line; empty at the end of the input."""
     try:
-        return input(click.style("> ", bold=True)).strip()
+        return typed(lambda: input(click.style("> ", bold=True))).strip()
     except EOFError:
         return ""

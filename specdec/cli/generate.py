@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import cache_options, make_llm, make_params, model_options, report, sampling_options
+from specdec.cli.options import cache_options, make_llm, make_params, model_options, report, sampling_options, typed
 
 if TYPE_CHECKING:
     from specdec.llm import LLM
@@ -29,7 +29,7 @@ def generate(prompts: tuple[str, ...], as_chat: bool, as_json: bool, stream: boo
     if as_json and stream:
         raise click.UsageError("--json and --stream exclude each other")
     params = make_params(options)
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    texts = [typed(sys.stdin.read) if prompt == "-" else prompt for prompt in prompts]
     llm = make_llm(options)
     if stream:
         for text in texts:

@@ -1,11 +1,15 @@
 """Options that several commands share, and the objects that they describe."""
 
+import os
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
+
+from specdec.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from specdec.llm import LLM
@@ -95,6 +99,39 @@ def make_llm(options: dict[str, Any]) -> "LLM":
     return LLM(
         options["model"], options["drafter"], **{name: options[name] for name in _LLM_OPTIONS if name in options}
     )
+
+
+def typed(read: Callable[[], str]) -> str:
+    """Return what comes from standard input.
+
+    Raises:
+        InvalidRequest: it is no text.
+    """
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"standard input isn't text in {error.encoding}: {error.reason}; give UTF-8") from error
+
+
+class OutputFile(click.Path):
+    """A file that is to be written at the end: whether that can be is found out before the work, not after it."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path.
+
+        Raises:
+            click.BadParameter: its folder isn't there, or nothing can be written there.
+        """
+        path = super().convert(value, param, ctx)
+        assert isinstance(path, Path)
+        if not path.parent.is_dir():
+            self.fail(f"the folder {str(path.parent)!r} doesn't exist; make it first", param, ctx)
+        if not os.access(path.parent, os.W_OK):
+            self.fail(f"nothing can be written to the folder {str(path.parent)!r}; give another one", param, ctx)
+        return path
 
 
 def given_command() -> str:

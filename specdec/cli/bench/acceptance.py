@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from specdec.cli.bench.options import json_option, numbers, prompt_options
-from specdec.cli.options import DEFAULT_MODEL, deterministic_option
+from specdec.cli.options import DEFAULT_MODEL, OutputFile, deterministic_option
 
 _BASELINES = "plain (our engine without drafts), hf, hf-compiled or another peer"
 _PEERS = "hf, hf-compiled, hf-prompt-lookup, hf-assisted:PATH, vllm, vllm-ngram, economize, flashspec"
@@ -30,7 +30,7 @@ _PEERS = "hf, hf-compiled, hf-prompt-lookup, hf-assisted:PATH, vllm, vllm-ngram,
 @click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU.")
 @deterministic_option
 @json_option
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write a page with plots.")
+@click.option("--html", type=OutputFile(), help="Also write a page with plots.")
 @click.option("--resume", is_flag=True, help="Go on with the file that --json names.")
 def acceptance(
     drafters: tuple[str, ...],

@@ -1,11 +1,11 @@
 """Options that several `specdec bench` commands share."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from specdec.cli.options import OutputFile
 from specdec.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,8 +28,7 @@ def prompt_options(command: F) -> F:
 
 def json_option(command: F) -> F:
     """Add --json."""
-    kind = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--json", "out", type=kind, help="Write the result to this file.")(command)
+    return click.option("--json", "out", type=OutputFile(), help="Write the result to this file.")(command)
 
 
 def numbers(name: str, text: str, least: int = 1) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli.bench.options import json_option
+from specdec.cli.options import OutputFile
 from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ DATASETS = ("builtin", "sharegpt", "spec_bench", "humaneval", "custom")
 @click.option("--goodput", multiple=True, help="A limit in ms: ttft:200, tpot:50 or e2el:5000; may be repeated.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of prompts, pauses and answers.")
 @json_option
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write a page with plots.")
+@click.option("--html", type=OutputFile(), help="Also write a page with plots.")
 @click.option("--save-result", is_flag=True, help="Write the result to a file named after the model and the time.")
 @click.option("--result-dir", type=click.Path(file_okay=False, path_type=Path), default=".", help="Where it goes.")
 def serve(
