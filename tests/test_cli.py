@@ -1,7 +1,6 @@
 """The command line over a tiny model's folder: outputs, JSON, exit codes."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture
 def invoke(folder: Path) -> Invoke:
-    def run(*args: str, **kwargs: str) -> Result:
+    def run(*args: str, **kwargs: str | bytes) -> Result:
         model = ["--model", str(folder)] if args[0] not in ("pull", "--version", "--help") else []
         if args[0] in ("generate", "chat", "demo", "tune") and "--device" not in args:
             model += ["--device", "cpu"]  # also on a machine with a GPU: what is compared was made on a CPU
@@ -249,20 +248,9 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(invoke: Invoke, c
 
 
 @pytest.mark.parametrize("command", [["generate", "-"], ["chat"]])
-def test_input_that_is_no_text_is_named(folder: Path, command: list[str]) -> None:
-    line = [
-        sys.executable,
-        "-c",
-        "from specdec.cli.main import main; main()",
-        *command,
-        "--model",
-        str(folder),
-        "--device",
-        "cpu",
-    ]
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    done = subprocess.run(line, input=b"caf\xe9\n", capture_output=True, env=environment)
-    assert done.returncode == 2 and b"standard input isn't text in utf-8" in done.stderr
+def test_input_that_is_no_text_is_named(invoke: Invoke, command: list[str]) -> None:
+    result = invoke(*command, input=b"caf\xe9\n")
+    assert (result.exit_code, "standard input isn't text in utf-8" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_killed_at_random_moments_ends_with_the_same_bits(seed: int, tmp_path: P
     out, whole = tmp_path / "killed", tmp_path / "whole"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-m", "tests.training", str(tmp_path), "5", str(seed)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout == "5\n", done.stderr
     assert_same_bits(out, whole)
     assert [line["step"] for line in metrics.read_metrics(out)] == list(range(1, 41))
@@ -144,7 +144,7 @@ def test_two_processes_learn_what_one_learns(straight: Path, tmp_path: Path) -> 
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "tests.training", "--once", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for name, tensor in weights(straight).items():
         torch.testing.assert_close(weights(tmp_path)[name], tensor, atol=1e-4, rtol=1e-3)
