@@ -102,6 +102,11 @@ def test_no_such_folder(name: str | Path) -> None:
     assert describe(name).startswith("can't be used: there is no folder")
 
 
+@pytest.mark.parametrize("name", ["google/gemma-3-270m", "HuggingFaceTB/SmolLM2-135M", "someone/smollm2-135m", "gpt2"])
+def test_an_id_of_the_hub_may_be_near_a_known_name(name: str) -> None:
+    assert describe(name).startswith("a hub id")
+
+
 @pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M-Instruct", "gemma3"])
 def test_a_name_near_a_known_one_is_not_looked_for_on_the_hub(name: str) -> None:
     with pytest.raises(ModelNotFound, match=f"no model '{name}'; did you mean '(smollm2-135m|gemma3-270m)'"):

@@ -121,7 +121,8 @@ def _resolve(model: str | os.PathLike[str]) -> tuple[Source, str]:
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the safetensors weights")
     if not isinstance(model, str) or not re.fullmatch(_HUB_ID, model, re.ASCII):
         raise ModelNotFound(f"there is no folder {str(model)!r}; {_CHOICES}")
-    if close := difflib.get_close_matches(model.lower(), KNOWN_MODELS, n=1):  # an id of the hub has an owner before it
+    close = difflib.get_close_matches(model.lower(), KNOWN_MODELS, n=1)
+    if close and "/" not in model:  # what has an owner before it is an id of the hub
         raise ModelNotFound(f"there is no model {model!r}; did you mean {close[0]!r}? Or {_CHOICES}")
     return model, model
 
