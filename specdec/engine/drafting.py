@@ -19,7 +19,6 @@ def draft(drafter: Drafter, plan: Plan, vocab_size: int) -> TokenTree:
         drafter: is asked.
         plan: the step.
         vocab_size: V of the target.
-
     """
     queries = [_query(item) for item in plan.decoding]
     trees, failed = [TokenTree.build([], [])], list[Request]()
