@@ -3,6 +3,7 @@
 Without a GPU nothing is captured: the same step runs in Triton's interpreter, one launch ahead all the same.
 """
 
+import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from specdec.engine.device import Captured
 from specdec.engine.engine import Engine
 from specdec.engine.graphs import PATIENCE, Mark, Outcome
 from specdec.engine.measure import CapturedStep, EngineStep, Grid, make_step
+from specdec.engine.recorder import Recorder
 from specdec.engine.request import Request
 from specdec.engine.times import BELIEVED
 from specdec.errors import SpecdecError
@@ -491,6 +493,30 @@ def test_a_measured_captured_step_has_full_chains() -> None:
                 assert run_step._captured[point] is captured, "a point was captured twice"
                 emitted = captured.step.out[:, -2]
                 assert (run_step._state.lengths[:s] == c + 1 + emitted[:s]).all(), "lengths were not reset"
+
+
+@pytest.mark.gpu
+def test_a_graph_that_became_garbage_does_not_end_a_capture() -> None:
+    """Such graphs are freed whenever Python collects its garbage, which any new object may begin."""
+    recorder, x = Recorder(torch.device("cuda")), torch.zeros(1, device="cuda")
+    old: list[object] = [recorder.record(lambda: x.add_(1))]
+    old.append(old)
+    held, before = [old], gc.get_threshold()
+    del old
+
+    def run() -> None:
+        held.clear()
+        gc.set_threshold(1)
+        assert len([[i] for i in range(1000)]) == 1000  # enough for a collection
+        x.add_(2)
+
+    try:
+        replay = recorder.record(run)
+    finally:
+        gc.set_threshold(*before)
+    replay()
+    assert x.item() == 2
+    assert gc.isenabled()
 
 
 def test_steps_are_measured_as_the_engine_runs_them() -> None:

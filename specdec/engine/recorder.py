@@ -1,6 +1,8 @@
 """Captures what a device runs as CUDA graphs. Knows nothing of what that is."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -42,10 +44,22 @@ class Recorder:
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on: without this, memory that one of them asks the device for would end the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         self._pool = graph.pool()
         taken = torch.cuda.memory_reserved(self.device) - before
         s = self.stats
         self.stats = GraphStats(s.num_graphs + 1, s.seconds + perf_counter() - start, s.num_bytes + taken)
         return graph.replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: a graph of an engine that is gone, freed during a capture, would end it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
