@@ -127,8 +127,8 @@ def make_step(model: PackedModel, grid: Grid) -> tuple[Step, str]:
 class CapturedStep:
     """A `Step` of the device alone, captured on a GPU: draft of a full chain, forward, acceptance, commit.
 
-    Its seconds are the device's own, taken by events; elsewhere the same step is run and timed as it is. One point is
-    captured at a time.
+    Its seconds are the device's own, taken by events behind a step like it, as the engine launches a step while the one
+    before it runs; elsewhere the same step is run and timed as it is. One point is captured at a time.
 
     Args:
         model: the target, with Triton kernels.
@@ -156,10 +156,16 @@ class CapturedStep:
         if point not in self._captured:
             self._captured.clear()  # its memory is free before more is taken
             self._captured[point] = self._capture(*point)
-        lengths = self._state.lengths
-        lengths.zero_()
-        lengths[:num_seqs] = context + 1
-        return _timed(self._captured[point].replay, self._model.device)
+        replay, device = self._captured[point].replay, self._model.device
+        if device.type == "cuda":  # what the host takes to launch a step passes while this one runs
+            self._begin(num_seqs, context)
+            replay()
+        self._begin(num_seqs, context)
+        return _timed(replay, device)
+
+    def _begin(self, num_seqs: int, context: int) -> None:
+        self._state.lengths.zero_()
+        self._state.lengths[:num_seqs] = context + 1
 
     def _capture(self, num_seqs: int, num_nodes: int, context: int) -> Captured:
         bucket, vocab_size = self._bucket(num_seqs, num_nodes, context), self._model.vocab_size
