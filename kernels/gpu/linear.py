@@ -70,7 +70,7 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
 
 
 @triton.jit
-def _first_lines(w_ptr, row, K: tl.constexpr):
+def first_lines(w_ptr, row, K: tl.constexpr):
     """Addresses of the first 2 KiB of rows [N] of a matrix, line by line: [lines, N]."""
     PER_LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = min(16, triton.next_power_of_2((K + PER_LINE - 1) // PER_LINE))
@@ -95,6 +95,27 @@ def _same_rows(at, ROWS: tl.constexpr):
     return tl.broadcast_to(tl.load(at)[None, :], [ROWS, at.shape[0]])
 
 
+@triton.jit
+def _load_rows(x_at, k, at, row, num_rows, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Step k of rows [ROWS], columns `at` [BLOCK_K] of it. What stands in rows past the last one is nobody's.
+
+    As with a lone row, all programs would wait for the same few bytes if such rows were some row again: they are of
+    another step each, or nothing where the columns are masked anyway. For tiles of 64 rows that cost more than it gave.
+    """
+    FEW: tl.constexpr = row.shape[0] <= 16
+    if K % BLOCK_K == 0:
+        if FEW:
+            k += tl.where(row < num_rows, 0, row * BLOCK_K % K)
+            k = tl.where(k < K, k, k - K)[:, None]
+        x = tl.load(x_at + k)
+    else:
+        inside = (at < K - k)[None, :]
+        if FEW:
+            inside = inside & (row < num_rows)[:, None]
+        x = tl.load(x_at + k, mask=inside, other=0.0)
+    return x
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # compiled for one row alone, the loads of x would not be pipelined
 def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
@@ -108,16 +129,15 @@ def _linear_kernel(
     w_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
     EARLY: tl.constexpr = OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS
     if EARLY:
-        prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
+        prefetch(first_lines(w_ptr, col % OUT, K), PDL)
     wait_for_inputs(PDL, EARLY)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
             w = tl.load(w_at + k)
-            x = _same_rows(x_ptr + k + at, BLOCK_ROWS) if LONE else tl.load(x_at + k)
         else:
-            x = tl.load(x_at + k, mask=at[None, :] < K - k, other=0.0)
             w = tl.load(w_at + k, mask=at[:, None] < K - k, other=0.0)
+        x = _same_rows(x_ptr + k + at, BLOCK_ROWS) if LONE else _load_rows(x_at, k, at, row, num_rows, K, BLOCK_K)
         acc = tl.dot(x, w, acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias_ptr + col % OUT)[None, :].to(tl.float32)
@@ -140,17 +160,16 @@ def _gated_linear_kernel(
     up_at = gate_at + OUT * K
     EARLY: tl.constexpr = 2 * OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS
     if EARLY:
-        prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
-        prefetch(_first_lines(w_ptr, OUT + col % OUT, K), PDL)
+        prefetch(first_lines(w_ptr, col % OUT, K), PDL)
+        prefetch(first_lines(w_ptr, OUT + col % OUT, K), PDL)
     wait_for_inputs(PDL, EARLY)
     gate = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):
+        x = _same_rows(x_ptr + k + at, BLOCK_ROWS) if LONE else _load_rows(x_at, k, at, row, num_rows, K, BLOCK_K)
         if K % BLOCK_K == 0:
-            x = _same_rows(x_ptr + k + at, BLOCK_ROWS) if LONE else tl.load(x_at + k)
             g, u = tl.load(gate_at + k), tl.load(up_at + k)
         else:
-            x = tl.load(x_at + k, mask=at[None, :] < K - k, other=0.0)
             g = tl.load(gate_at + k, mask=at[:, None] < K - k, other=0.0)
             u = tl.load(up_at + k, mask=at[:, None] < K - k, other=0.0)
         gate = tl.dot(x, g, gate, input_precision="ieee")
