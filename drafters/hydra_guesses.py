@@ -124,7 +124,7 @@ class HydraGuesses:
             num_paths, num_ranks = level.num_paths[count - 1], level.num_ranks[count - 1]
             states = next_states(hidden, states, found, level, num_paths)
             find(depth, states, level.part_of(found, num_paths, num_ranks))
-        return found.index_select(1, self._places[:num_nodes])
+        return found.gather(1, self._places[:num_nodes].expand(len(found), -1))
 
     def _next_states(self, hidden: Tensor, states: Tensor, found: Tensor, level: _Level, num_paths: int) -> Tensor:
         """What the projection reads for the first paths, [S, P, H]."""

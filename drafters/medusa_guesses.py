@@ -53,4 +53,4 @@ class MedusaGuesses:
         states = self._heads.states(query.hidden, num_heads=num_heads)  # [S, K', H]
         ranked = found[:, 1:].view(len(found), self._num_heads, self._num_ranks)
         self._candidates.of_heads(query, positions, states, ranked[:, :num_heads, :num_ranks])
-        return found.index_select(1, self._places[:num_nodes])
+        return found.gather(1, self._places[:num_nodes].expand(len(found), -1))

@@ -11,10 +11,10 @@ EXPECTED = {
     "activation._act_mul_kernel": 1,
     "advance._advance_kernel": NODES,
     "chain.chain_kernel": 1,
-    "candidates._block_kernel": ROW_TILES,
-    "candidates._row_kernel": 2,  # up to 256 candidates before the last choice, and up to 512
-    "cell._down_kernel": ROW_TILES,
-    "cell._up_kernel": ROW_TILES,
+    "candidates._block_kernel": 1,
+    "candidates._row_kernel": 1,
+    "cell._down_kernel": 1,
+    "cell._up_kernel": 1,
     "commit._kv_commit_kernel": 4,  # up to 4, 16 and 64 moves; and more, which are staged
     "keep._keep_kernel": 1,
     "linear._linear_kernel": ROW_TILES,

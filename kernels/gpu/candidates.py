@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.candidates import check_sizes
-from specdec.kernels.gpu.launch import overlap, wait_for_inputs
-from specdec.kernels.gpu.linear import Tile, tile_at
+from specdec.kernels.gpu.launch import overlap, prefetch, wait_for_inputs
+from specdec.kernels.gpu.linear import Tile, first_lines, tile_at
 from specdec.kernels.gpu.sample import noise_at
 from specdec.kernels.sample import MIN_TEMPERATURE
 
-_FEW = 256  # candidates; a row of fewer takes the same kernel
+_FEW = 256  # blocks; a vocabulary of fewer takes the same kernel
 _NOTHING = tl.constexpr(-(2**63))
 """Less than the key of any column, one of -inf included."""
 
@@ -41,14 +41,15 @@ def _block_kernel(
     col = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     at = tl.arange(0, BLOCK_K)
     sequence = row % num_rows // rows_per_sequence
-    x_at = states_ptr + (row % num_rows).to(tl.int64)[:, None] * K + at[None, :]
+    x_at = states_ptr + row.to(tl.int64)[:, None] * K + at[None, :]
     w_at = w_ptr + (col % V).to(tl.int64)[None, :] * K + at[:, None]
     token = tl.load(token_ids_ptr + col % V) if MAPPED else col
+    prefetch(first_lines(w_ptr, col % V, K), PDL)
     wait_for_inputs(PDL)
     scores = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):
         inside = at < K - k
-        x = tl.load(x_at + k, mask=inside[None, :], other=0.0)
+        x = tl.load(x_at + k, mask=(row < num_rows)[:, None] & inside[None, :], other=0.0)
         w = tl.load(w_at + k, mask=inside[:, None], other=0.0)
         scores = tl.dot(x, w, scores, input_precision="ieee")
     if BIAS:
@@ -73,25 +74,30 @@ def _block_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_candidates", "num_ranks", "rows_per_sequence", "out_sequence", "out_row"],
+    do_not_specialize=["num_blocks", "num_ranks", "rows_per_sequence", "out_sequence", "out_row"],
     do_not_specialize_on_alignment=["out_ptr"],  # a level's columns of a tensor
 )
 def _row_kernel(
-    keys_ptr, token_ids_ptr, out_ptr, num_candidates, num_ranks, rows_per_sequence, out_sequence, out_row,
-    MAPPED: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    keys_ptr, token_ids_ptr, out_ptr, num_blocks, num_ranks, rows_per_sequence, out_sequence, out_row,
+    MAPPED: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, CANDIDATES)
-    wait_for_inputs(PDL)
-    keys = tl.load(keys_ptr + row * num_candidates + index, mask=index < num_candidates, other=_NOTHING)
+    block = tl.arange(0, BLOCKS)
+    inside = block < num_blocks
+    at = keys_ptr + (row * num_blocks + block) * num_ranks
     out = out_ptr + row // rows_per_sequence * out_sequence + row % rows_per_sequence * out_row
-    for rank in range(num_ranks):
+    wait_for_inputs(PDL)
+    keys, taken = tl.load(at, mask=inside, other=_NOTHING), tl.zeros([BLOCKS], tl.int32)
+    for rank in range(num_ranks):  # each block's own are in order: the best is the first of one
         best = tl.max(keys, 0)
         token = 0x7FFFFFFF - (best & 0xFFFFFFFF)
         if MAPPED:
             token = tl.load(token_ids_ptr + token)
         tl.store(out + rank, token)
-        keys = tl.where(keys == best, _NOTHING, keys)
+        won = keys == best
+        taken += won.to(tl.int32)
+        after = tl.load(at + taken, mask=won & inside & (taken < num_ranks), other=_NOTHING)
+        keys = tl.where(won, after, keys)
 
 
 def candidates(
@@ -145,16 +151,18 @@ def candidates(
         num_columns, size, bias is not None, mapped, MIN_TEMPERATURE,
         t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, **early,
     )  # fmt: skip
-    width = max(_FEW, triton.next_power_of_2(keys.shape[1]))
+    width = max(_FEW, triton.next_power_of_2(num_blocks))
     _row_kernel[(num_rows,)](
-        keys, token_ids, out, keys.shape[1], num_ranks, num_paths, out.stride(0), out.stride(1),
-        mapped, width, num_warps=min(16, max(1, width // 512)), **early,
+        keys, token_ids, out, num_blocks, num_ranks, num_paths, out.stride(0), out.stride(1),
+        mapped, width, num_warps=max(1, width // 512), **early,
     )  # fmt: skip
 
 
 def _tile(num_rows: int, num_columns: int, itemsize: int) -> Tile:
-    """Narrow where there are few columns, so that they come from all over the device; else few blocks to merge."""
-    rows = 16 if num_rows <= 16 else 64
-    out = 64 if num_columns <= 16384 else 128 if num_columns <= 65536 or rows == 64 else 256
-    k = 128 if out == 64 else 64
-    return Tile(rows, out, k if itemsize <= 2 else k // 2, 4 if rows * out <= 1024 else 8, 4 if out == 64 else 3)
+    """Few columns come from all over the device; many in wide blocks, of which few are left to merge."""
+    if num_columns <= 16384:  # the fastest of many on an H200 with 6 and 20 rows
+        rows, out, warps, stages = 16, 128, 4, 4
+    else:
+        rows = 16 if num_rows <= 16 else 64
+        out, warps, stages = 128 if num_columns <= 65536 or rows == 64 else 256, 8, 3
+    return Tile(rows, out, 64 if itemsize <= 2 else 32, warps, stages)
