@@ -128,9 +128,8 @@ def merge_kernel(
     LARGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All splits of one node."""
+    """All splits of one node. Only their states come from the kernel before, which has waited for all others."""
     GROUP: tl.constexpr = H // G
-    wait_for_inputs(PDL)
     row_of, kv_head = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK_M)
     row, head, ok = row_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
@@ -138,5 +137,8 @@ def merge_kernel(
     count = split_of(position // TILE, SMALL, NUM, LARGE) + 1
     if tl.load(ancestors_ptr + row_of) == 0:
         count = 0
-    _, total, acc = merge_splits(m_ptr, total_ptr, acc_ptr, 0, count, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D)
+    wait_for_inputs(PDL)
+    _, total, acc = merge_splits(
+        m_ptr, total_ptr, acc_ptr, 0, count, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D, WIDE=True
+    )
     store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)

@@ -53,9 +53,9 @@ def empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
-    """One more tile of keys: maximum [M], sum of weights [M, 16], weighted values [M, D]."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, TILE]
+def scores(q, k, see, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
+    """What a tile of keys [TILE, D] is worth to queries [M, D], times log2(e): [M, TILE]."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP:
         x = s * scale / softcap
         s = softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)) * 1.4426950408889634
@@ -63,6 +63,12 @@ def update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr, M
         s = s * (scale * 1.4426950408889634)
     if MASKED:
         s = tl.where(see, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def weigh(m, total, acc, s, v):
+    """Put values [TILE, D] behind those before, by their scores [M, TILE]."""
     top = tl.maximum(m, tl.max(s, 1))
     finite = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2(s - finite[:, None]).to(v.dtype)
@@ -71,6 +77,12 @@ def update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr, M
     total = tl.dot(p, ones, total * keep[:, None], input_precision="ieee")
     acc = tl.dot(p, v, acc * keep[:, None], input_precision="ieee")
     return top, total, acc
+
+
+@triton.jit
+def update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
+    """One more tile of keys: maximum [M], sum of weights [M, 16], weighted values [M, D]."""
+    return weigh(m, total, acc, scores(q, k, see, scale, softcap, SOFTCAP, MASKED), v)
 
 
 @triton.jit
@@ -156,18 +168,36 @@ def store_state(
 @triton.jit
 def merge_splits(
     m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr = False,
 ):  # fmt: skip
-    """Merge the states of splits `first` to `end` in their order."""
-    m, total, acc = empty(BLOCK_M, BLOCK_D)
-    for split in range(first, end, 4):  # four loads are under way; a split behind the last one is empty
-        a = load_state(m_ptr, total_ptr, acc_ptr, split, num_rows, row, head, ok, H, D, BLOCK_D)
-        in_b, in_c, in_d = ok & (split + 1 < end), ok & (split + 2 < end), ok & (split + 3 < end)
-        b = load_state(m_ptr, total_ptr, acc_ptr, split + 1, num_rows, row, head, in_b, H, D, BLOCK_D)
-        c = load_state(m_ptr, total_ptr, acc_ptr, split + 2, num_rows, row, head, in_c, H, D, BLOCK_D)
-        d = load_state(m_ptr, total_ptr, acc_ptr, split + 3, num_rows, row, head, in_d, H, D, BLOCK_D)
-        m, total, acc = merge(m, total, acc, a[0], a[1], a[2])
-        m, total, acc = merge(m, total, acc, b[0], b[1], b[2])
-        m, total, acc = merge(m, total, acc, c[0], c[1], c[2])
-        m, total, acc = merge(m, total, acc, d[0], d[1], d[2])
-    return m, total, acc
+    """Merge the states of splits `first` to `end` in their order, with four loads under way, or eight if `WIDE`."""
+    state = empty(BLOCK_M, BLOCK_D)
+    ptrs = m_ptr, total_ptr, acc_ptr
+    for split in range(first, end, 8 if WIDE else 4):
+        four = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
+        if WIDE:
+            more = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
+            state = _merge_four(_merge_four(state, four), more)
+        else:
+            state = _merge_four(state, four)
+    return state
+
+
+@triton.jit
+def _four_states(ptrs, split, end, num_rows, row, head, ok, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The states of a split and the next three; one from `end` on is empty."""
+    a = load_state(ptrs[0], ptrs[1], ptrs[2], split, num_rows, row, head, ok & (split < end), H, D, BLOCK_D)
+    b = load_state(ptrs[0], ptrs[1], ptrs[2], split + 1, num_rows, row, head, ok & (split + 1 < end), H, D, BLOCK_D)
+    c = load_state(ptrs[0], ptrs[1], ptrs[2], split + 2, num_rows, row, head, ok & (split + 2 < end), H, D, BLOCK_D)
+    d = load_state(ptrs[0], ptrs[1], ptrs[2], split + 3, num_rows, row, head, ok & (split + 3 < end), H, D, BLOCK_D)
+    return a, b, c, d
+
+
+@triton.jit
+def _merge_four(state, four):
+    """Put four splits behind those before them."""
+    a, b, c, d = four
+    state = merge(state[0], state[1], state[2], a[0], a[1], a[2])
+    state = merge(state[0], state[1], state[2], b[0], b[1], b[2])
+    state = merge(state[0], state[1], state[2], c[0], c[1], c[2])
+    return merge(state[0], state[1], state[2], d[0], d[1], d[2])

@@ -18,11 +18,13 @@ from specdec.kernels.gpu.online import (
     merge,
     merge_splits,
     places,
+    scores,
     split_of,
     start_of,
     store_out,
     store_state,
     update,
+    weigh,
 )
 
 
@@ -149,9 +151,12 @@ def tail_kernel(
     LARGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The rest of the keys of one node, and all its splits."""
+    """The rest of the keys of one node, and all its splits.
+
+    Nothing but the states comes from the kernel before, which has waited for all others: what a node's first tile is
+    worth is found while that one still runs.
+    """
     GROUP: tl.constexpr = H // G
-    wait_for_inputs(PDL)
     node_of, kv_head = tl.program_id(0), tl.program_id(1)
     row_of, sequence = tl.load(rows_ptr + node_of), tl.load(sequences_ptr + node_of)
     context = tl.load(context_ptr + sequence).to(tl.int32)
@@ -162,9 +167,10 @@ def tail_kernel(
     q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
     table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
     shared = context // TILE
-    # The first tile's keys are under way while the splits before are merged.
     k, v, see = _load_path(k_ptr, v_ptr, table_at, shared, position, context, ancestors, kv_head,
                            q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
+    s = scores(q, k, see[None, :], scale, softcap, SOFTCAP, True)
+    wait_for_inputs(PDL)
     last_split = split_of(shared, SMALL, NUM, LARGE)
     live = ok & (ancestors != 0)  # nobody may have put down a state of padding
     m_of, total_of, acc_of = load_state(
@@ -176,7 +182,7 @@ def tail_kernel(
     m, total, acc = merge_splits(
         m_ptr, total_ptr, acc_ptr, first_split, last_split, num_nodes, node, head, live, H, D, BLOCK_M, BLOCK_D
     )
-    m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
+    m_of, total_of, acc_of = weigh(m_of, total_of, acc_of, s, v)
     for tile in range(shared + 1, position // TILE + 1):
         if start_of(split_of(tile, SMALL, NUM, LARGE), SMALL, NUM, LARGE) == tile:
             m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
