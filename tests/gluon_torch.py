@@ -221,6 +221,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
     """
     scope = kernel.fn.__globals__
     functions = {name: value.fn for name, value in scope.items() if hasattr(value, "is_gluon") and value.is_gluon()}
+    functions[kernel.fn.__name__] = kernel.fn  # a test may have put something else there
     constants = {name: value.value for name, value in scope.items() if hasattr(value, "value") and name.isupper()}
     given = [_argument(arg) for arg in args]
     for program in itertools.product(*map(range, grid)):

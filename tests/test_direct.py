@@ -1,5 +1,6 @@
 """Codes that go straight to the tensor cores: the states of splits, what becomes of them, and the assembly."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +10,13 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages, dequantize, load, store
-from specdec.kernels.gpu import attention
+from specdec.kernels.gpu import attention, direct
 from specdec.kernels.gpu.direct import HEAD_DIM, KEY_TILE, direct_kernel
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_splits
 from specdec.kernels.gpu.pages import pointers
 from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
 from specdec.kernels.work import AttentionWork, uniform_work
 from tests import gluon_torch, ptx
-from tests.direct import Direct, on_device
 from tests.kernels import DEVICE, ON_GPU
 from tests.test_formats import on_hopper
 
@@ -111,24 +111,30 @@ def test_bits_are_those_of_the_kernels_that_take_codes_through_shared_memory(
 ) -> None:
     b = make_batch(kind, group, block_size, [200, 63, 0, 128, 5000], chains=chains)
     want = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
-    monkeypatch.setattr(attention, "chain_kernel" if chains else "context_kernel", Direct(b.work, on_device))
+    monkeypatch.setattr(direct, "MIN_CONTEXT", 0)
+    launched = []
+    monkeypatch.setattr(direct, "attend", lambda *args, attend=direct.attend: launched.append(attend(*args)))
     assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
+    assert launched, "both were of the same kernel"
 
 
 @pytest.mark.skipif(ON_GPU, reason="the test before is for it")
-def test_chains_whose_splits_are_merged() -> None:
+def test_chains_whose_splits_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     b = make_batch("int8", 64, 16, [200, 63, 321], chains=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "chain_kernel", Direct(b.work, in_torch))
-        got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
+    monkeypatch.setattr(direct, "takes", lambda *args: True)
+    monkeypatch.setattr(direct, "direct_kernel", InTorch())
+    got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
     for row in range(len(b.q) - 1):
         _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)
         torch.testing.assert_close(got[row].float(), acc / total[:, None], rtol=1e-2, atol=1e-2)
     assert not got[-1].any(), "padding"
 
 
-def in_torch(grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
-    gluon_torch.launch(direct_kernel, grid, *args)
+class InTorch:
+    """The kernel, run by torch."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *args, **options: gluon_torch.launch(direct_kernel, grid, *args)
 
 
 def test_codes_take_no_way_through_shared_memory() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import Pages
+from specdec.kernels.gpu import direct
 from specdec.kernels.gpu.chain import chain_kernel, merge_kernel
 from specdec.kernels.gpu.chunk import chunk_kernel
 from specdec.kernels.gpu.launch import overlap
@@ -51,6 +52,11 @@ class _Call:
         if fits and block in MAX_REGISTERS and not (quantized and block <= MIN_BLOCK):
             options["maxnreg"] = MAX_REGISTERS[block]
         return options
+
+    def goes_direct(self, splits: int) -> bool:
+        """Whether `direct` takes the place of the kernels that read the context of a tile of nodes."""
+        num_large = len(self.work.tree_tiles) * self.num_kv_heads * (splits - NUM_SMALL)
+        return direct.takes(self.q, self.pages[0], self.work, num_large, self.shape)
 
     @property
     def group_block(self) -> int:
@@ -124,10 +130,13 @@ def _run_chunks(call: _Call) -> None:
 def _run_trees(call: _Call) -> None:
     work, table, num_nodes = call.work, call.work.block_table, len(call.work.tree_rows)
     state, splits = _states(call)
-    context_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
-        call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
-        num_nodes, *call.factors, BLOCK_M=work.tree_block, **call.options, **call.shape,
-    )  # fmt: skip
+    if call.goes_direct(splits):
+        direct.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
+    else:
+        context_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
+            call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
+            num_nodes, *call.factors, BLOCK_M=work.tree_block, **call.options, **call.shape,
+        )  # fmt: skip
     programs = num_nodes * call.num_kv_heads
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
@@ -140,15 +149,19 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
     work, num_rows = call.work, len(call.q)
     state, splits = _states(call)
     merges = work.tree_block <= MERGED_ROWS
-    chain_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
-        call.q, *call.pages, call.out, *state, arrived, work.block_table, work.positions, work.ancestors,
-        work.block_table.stride(0), num_rows, work.nodes_per_sequence, *call.factors, MERGE=merges,
-        BLOCK_M=work.tree_block, **call.options, **call.shape,
-    )  # fmt: skip
+    if call.goes_direct(splits):
+        merges = False
+        direct.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
+    else:
+        chain_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
+            call.q, *call.pages, call.out, *state, arrived, work.block_table, work.positions, work.ancestors,
+            work.block_table.stride(0), num_rows, work.nodes_per_sequence, *call.factors, MERGE=merges,
+            BLOCK_M=work.tree_block, **call.options, **call.shape,
+        )  # fmt: skip
     if not merges:
         merge_kernel[(num_rows, call.num_kv_heads)](
-            call.out, *state, work.positions, work.ancestors, num_rows, BLOCK_M=call.group_block, num_warps=2,
-            **call.sizes,
+            call.out, *state, work.positions, work.ancestors, num_rows,
+            BLOCK_M=triton.next_power_of_2(call.q.shape[1] // call.num_kv_heads), num_warps=2, **call.sizes,
         )  # fmt: skip
 
 

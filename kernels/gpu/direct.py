@@ -6,19 +6,32 @@ memory holds nothing but weights. Which values of a row a thread holds is ours t
 product sums at once stay the same: of a key it takes the four of a word, and so of a value; queries and sums are put in
 that order. The state of each split is left as those kernels leave it, for `merge_kernel` and `tail_kernel`.
 
-No engine calls this yet: no card has yet said whether the bits are those of the other kernels (`tests/test_direct.py`,
-marked gpu), nor how fast it is.
+The bits are those of the other kernels (`tests/test_direct.py`). With a lone long context it is the faster one; where
+many programs share a multiprocessor it isn't: it takes many registers, so that few of them do.
 """
 
+from collections.abc import Sequence
+
+import torch
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from specdec.kernels.gpu.launch import num_multiprocessors
+from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
+from specdec.kernels.work import AttentionWork
 
 ROWS, HEAD_DIM, KEY_TILE, WARPS = gl.constexpr(16), gl.constexpr(128), gl.constexpr(64), gl.constexpr(4)
 """Rows × grouped heads and keys of a tile, the size of a head and warps of a program that the layouts are made for."""
+
+KINDS = ("int8", "fp8", "fp8_e4m3")
+"""Formats whose codes it reads."""
+MIN_CONTEXT, AT_ONCE = 8192, 2
+"""It is taken for contexts from this length on, where their large splits are so few that all run at once: so many on
+each multiprocessor. Measured on an H200 with 1 to 8 sequences of 1,024 to 131,072 tokens."""
 
 _SUM = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, WARPS.value], [16, 8]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUM.value, 2))
@@ -257,3 +270,49 @@ def direct_kernel(
         acc_state += kv_head * GROUP + of_out % GROUP
         acc_at = acc_ptr + acc_state[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
         gl.store(acc_at, acc, mask=(of_out // GROUP < count)[:, None])
+
+
+def takes(q: Tensor, pages: PagePointers, work: AttentionWork, num_large: int, sizes: dict[str, object]) -> bool:
+    """Return whether this kernel is the faster one for a batch, of those that it is made for.
+
+    Args:
+        q: [N, num_heads, D].
+        pages: the keys'.
+        work: the batch.
+        num_large: how many large splits of tiles and key heads there are, empty ones included.
+        sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
+    """
+    made_for = (
+        pages.kind.value in KINDS
+        and q.dtype == torch.bfloat16
+        and q.shape[2] == HEAD_DIM.value
+        and work.tree_block == ROWS.value
+        and sizes["PDL"]
+        and not sizes["SOFTCAP"]
+        and not sizes["WINDOW"]
+    )
+    return bool(made_for) and work.max_context >= MIN_CONTEXT and num_large <= AT_ONCE * num_multiprocessors(q.device)
+
+
+def attend(
+    q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
+    num_splits: int, sizes: dict[str, object],
+) -> None:  # fmt: skip
+    """Put down the states of splits as `chain_kernel` does for chains, and `context_kernel` for trees.
+
+    Args:
+        q: [N, num_heads, D].
+        pages: keys and values.
+        state: where they go.
+        work: the batch: chains if it counts those that arrived.
+        scale: factor on the scores.
+        num_splits: how many there are.
+        sizes: what attention kernels are compiled for.
+    """
+    names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "PDL")
+    direct_kernel[(len(work.tree_tiles), sizes["G"], num_splits)](
+        q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
+        work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
+        *(sizes[name] for name in names), num_warps=WARPS.value, maxnreg=200, enable_fp_fusion=False,
+        launch_pdl=sizes["PDL"],
+    )  # fmt: skip
