@@ -31,5 +31,7 @@ class NoDrafter:
 
     def draft_on_device(self, query: DeviceQuery, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the roots; see `DraftsOnDevice`."""
-        tokens = torch.nn.functional.pad(query.roots(), (0, num_nodes - 1))
-        return tokens, tokens.new_full(tokens.shape, -1), (query.lengths > 0).to(torch.int32)
+        from specdec.kernels.gpu.roots import roots
+
+        tokens, _, sizes = roots(query.history, query.lengths, query.prompt_lens, query.has_hidden, 1, 1)
+        return tokens, tokens.new_full(tokens.shape, -1), sizes
