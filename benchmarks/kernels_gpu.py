@@ -3,16 +3,18 @@
     python benchmarks/kernels_gpu.py products --json benchmarks/results/products_h100.json
     python benchmarks/kernels_gpu.py attention --json benchmarks/results/attention_h100.json
     python benchmarks/kernels_gpu.py formats --json benchmarks/results/formats_h100.json
+    python benchmarks/kernels_gpu.py direct --json benchmarks/results/direct_h200.json
 
 `products` tries tiles for each shape and number of rows, against cuBLAS; `attention` compares with torch's SDPA on
-gathered keys and values, and `formats` quantized pages with native ones. Bandwidths are against a large copy's in the
-same run.
+gathered keys and values, `formats` quantized pages with native ones, and `direct` the two kernels that may read them.
+Bandwidths are against a large copy's in the same run.
 """
 
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -25,7 +27,7 @@ from torch import Tensor
 from specdec.cache.pages import KVLayout, KVPages
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import load
-from specdec.kernels.gpu import fast
+from specdec.kernels.gpu import direct, fast
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
 from specdec.kernels.work import AttentionWork, uniform_work
@@ -284,6 +286,45 @@ def formats(formats: str, path: str | None) -> None:
             click.echo(str(row))
             rows.append(row)
     write(path, {"copy_tb_s": round(bandwidth, 3), "rows": rows})
+
+
+DIRECT_CASES = [
+    (1, 1024, 4), (1, 4096, 4), (1, 8192, 1), (1, 8192, 4), (1, 16384, 4), (1, 32768, 1), (1, 32768, 4),
+    (1, 131072, 1), (1, 131072, 4), (2, 8192, 4), (2, 32768, 1), (2, 32768, 4), (4, 8192, 4), (4, 32768, 4),
+    (8, 8192, 4),
+]  # fmt: skip
+
+
+@main.command("direct")
+@click.option("--formats", default="int8,fp8", help="Values of kv_cache_dtype.")
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def direct_codes(formats: str, path: str | None) -> None:
+    """A captured step's attention whose codes go through shared memory, and straight to the tensor cores."""
+    rows: list[dict[str, object]] = []
+    for shape in DIRECT_CASES:
+        native = Case(*shape)
+        native_us = round(native.ours(native.work), 1)
+        for name in formats.split(","):
+            case = Case(*shape, kv_cache_dtype=name)
+            row: dict[str, object] = {"kv_cache_dtype": name, "sequences": shape[0], "context": shape[1]}
+            row |= {"nodes": shape[2], "native_us": native_us}
+            for how, at_once in (("shared", 0), ("direct", 1 << 20)):
+                with chosen_by(0, at_once):
+                    row[f"{how}_us"] = round(case.ours(case.work), 1)
+            click.echo(str(row))
+            rows.append(row)
+    write(path, {"rows": rows})
+
+
+@contextmanager
+def chosen_by(min_context: int, at_once: int) -> Iterator[None]:
+    """Let `direct` be taken from another length of a context on, for other numbers of large splits."""
+    before = direct.MIN_CONTEXT, direct.AT_ONCE
+    direct.MIN_CONTEXT, direct.AT_ONCE = min_context, at_once
+    try:
+        yield
+    finally:
+        direct.MIN_CONTEXT, direct.AT_ONCE = before
 
 
 def _attention_row(case: Case, bandwidth: float) -> dict[str, object]:
