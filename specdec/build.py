@@ -23,7 +23,7 @@ from specdec.models.decoder import Decoder
 from specdec.models.head import DecoderHead, OutputHead
 from specdec.models.hf import HFModel
 from specdec.models.load import make_target
-from specdec.models.support import quantized_by
+from specdec.models.support import quantized_how
 from specdec.verifier.rules import AcceptanceRule, make_rule
 
 
@@ -73,7 +73,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         num_real_tokens=min(packed.vocab_size, num_real_tokens or packed.vocab_size),
         seed=seed,
-        cost_table=_cost_table(cost_table, model, config.deterministic),
+        cost_table=_cost_table(cost_table, model, config),
     )
     if engine.pages.layout.format is not None:
         report = check_cache(packed, engine.pages.layout, tokenizer)
@@ -107,21 +107,24 @@ def draft_target(
     )
 
 
-def cost_key(model: PreTrainedModel, deterministic: bool = True) -> CostKey:
-    """Return what a cost table must have been measured for to be true of a model as it is loaded here."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    if (method := quantized_by(model)) is not None:
-        dtype = f"{dtype}-{method}"
+def cost_key(model: PreTrainedModel, deterministic: bool = True, kv_cache: str = "auto") -> CostKey:
+    """Return what a cost table must have been measured for to be true of a model as it is loaded here.
+
+    Args:
+        model: the model.
+        deterministic, kv_cache: as in `CostKey`.
+    """
+    dtype = "-".join([str(model.dtype).removeprefix("torch."), *quantized_how(model)])
     name = device_name(model.device)
-    return CostKey(base_fingerprint(model), name, dtype, str(torch.__version__), deterministic)
+    return CostKey(base_fingerprint(model), name, dtype, str(torch.__version__), deterministic, kv_cache)
 
 
-def _cost_table(given: object, model: PreTrainedModel, deterministic: bool) -> CostTable | None:
+def _cost_table(given: object, model: PreTrainedModel, config: EngineConfig) -> CostTable | None:
     if given is None or isinstance(given, CostTable):
         return given
     if given != "auto":
         raise ConfigError(f'cost_table must be a CostTable, "auto" or None, not {given!r}')
-    return find_table(cost_key(model, deterministic))
+    return find_table(cost_key(model, config.deterministic, config.kv_cache_name))
 
 
 def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:

@@ -4,6 +4,7 @@ Every message names the offending value and what to do about it. `SpecdecError` 
 
     SpecdecError
     ├── InvalidRequest        (also ValueError)  a prompt or a parameter is out of bounds
+    │   └── ContextLengthExceeded                the prompt is too long for the model or the engine
     ├── ConfigError           (also ValueError)  an engine option is out of bounds or unknown
     ├── ModelNotFound                            the model is neither a path, a known name nor on the hub
     ├── UnsupportedModel                         the architecture can't be run, and why
@@ -24,6 +25,10 @@ class SpecdecError(Exception):
 
 class InvalidRequest(SpecdecError, ValueError):  # noqa: N818 - the field's name for it
     """A prompt or a sampling parameter is out of bounds."""
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt is longer than the context limit allows."""
 
 
 class ConfigError(SpecdecError, ValueError):

@@ -67,7 +67,7 @@ class LLM:
         **engine_options: Any,
     ) -> None:
         config = engine_config(engine_options, "LLM")
-        loaded = _load(model, tokenizer, dtype, device, quantization)
+        loaded = load_model(model, tokenizer, dtype, device, quantization)
         self.hf_model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.encoder = Encoder(self.tokenizer, self.name)
         self.engine = build_engine(
@@ -236,13 +236,14 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     return resolved
 
 
-def _load(
+def load_model(
     model: str | os.PathLike[str] | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     dtype: str | torch.dtype,
     device: str | torch.device,
     quantization: Any,
 ) -> Loaded:
+    """Open a model where and as it shall run; the arguments are those of `LLM`."""
     if isinstance(model, PreTrainedModel):
         where = model.device if device == "auto" else resolve_device(device)
         what = model.dtype if dtype == "auto" else resolve_dtype(dtype, where)

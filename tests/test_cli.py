@@ -1,6 +1,7 @@
 """The command line over a tiny model's folder: outputs, JSON, exit codes."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,10 +14,13 @@ import torch
 from click.testing import CliRunner, Result
 
 from specdec import LLM, SamplingParams, __version__
+from specdec.cache.pages import KVLayout
 from specdec.cli.demo_prompts import PROMPTS
 from specdec.cli.main import main
 from specdec.engine.capturable import EAGER_PARAMETERS
+from specdec.engine.cost import CostTable
 from specdec.errors import DownloadError, OutOfBlocks
+from specdec.kernels.formats import FORMATS
 from specdec.kernels.ops import triton_ops
 from specdec.models.decoder import Decoder
 from specdec.outputs import Completion
@@ -172,6 +176,11 @@ def test_tune_measures_once_and_info_names_the_file(
     assert llm.engine.node_budget.table is not None and not llm.engine.node_budget.table.key.deterministic
     assert table["file"] in json.loads(invoke("info", "--json").stdout)["cost table"]
     assert other["file"] in json.loads(invoke("info", "--json", "--no-deterministic").stdout)["cost table"]
+    quantized = ("--kv-cache-dtype", "int8", "--kv-group-size", "8")
+    missing = json.loads(invoke("info", "--json", *quantized).stdout)["cost table"]
+    assert missing.startswith("none: run `specdec tune --kv-cache-dtype int8 --kv-group-size 8`")
+    assert json.loads(invoke(*args, *quantized, "--json").stdout)["key"]["kv_cache"] == "int8-g8"
+    assert "kv-int8-g8" in json.loads(invoke("info", "--json", *quantized).stdout)["cost table"]
     Path(table["file"]).write_text("{")
     assert "run `specdec tune` again" in json.loads(invoke("info", "--json").stdout)["cost table"]
     result = invoke("generate", "hello")
@@ -180,10 +189,12 @@ def test_tune_measures_once_and_info_names_the_file(
 
 def test_tune_measures_captured_steps_where_there_are_any(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
     made: list[Decoder] = []
+    layouts: list[KVLayout] = []
 
     class Fake:
-        def __init__(self, model: Decoder, grid: object) -> None:
+        def __init__(self, model: Decoder, grid: object, layout: KVLayout) -> None:
             made.append(model)
+            layouts.append(layout)
 
         def __call__(self, num_seqs: int, num_nodes: int, context: int) -> float:
             return 0.5
@@ -195,7 +206,14 @@ def test_tune_measures_captured_steps_where_there_are_any(monkeypatch: pytest.Mo
     monkeypatch.setattr("specdec.engine.cost.save_table", lambda table: Path("nowhere"))
     result = invoke("tune", "--no-deterministic")
     assert result.exit_code == 0 and "measuring captured steps" in result.stdout
-    assert made[0].ops.name == "triton, not deterministic"
+    assert made[0].ops.name == "triton, not deterministic" and layouts[0].format is None
+    saved: list[CostTable] = []
+    monkeypatch.setattr("specdec.engine.cost.save_table", lambda table: saved.append(table) or Path("nowhere"))
+    assert invoke("tune", "--kv-cache-dtype", "int8", "--kv-group-size", "8").exit_code == 0
+    assert (layouts[1].format, saved[0].key.kv_cache) == (
+        FORMATS["int8"].of_head_dim(layouts[1].head_dim, 8),
+        "int8-g8",
+    )
 
 
 def test_tune_that_does_not_fit_names_the_fix(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
@@ -317,6 +335,17 @@ def test_help_names_each_default_once(path: str) -> None:
     for option in command.params:
         shown = option.get_help_record(context)
         assert shown is None or shown[1].count("[default: ") <= 1, shown
+
+
+def test_an_address_that_is_taken_is_told_before_the_model_is_opened() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(main, ["serve", "--model", "nowhere", "--port", str(port)])
+    assert result.exit_code == 2 and f"can't listen on 127.0.0.1:{port}: Address already in use" in result.stderr
+    result = CliRunner().invoke(main, ["serve", "--model", "nowhere", "--host", "192.0.2.1"])
+    assert result.exit_code == 2 and "can't listen on 192.0.2.1:8000" in result.stderr
+    result = CliRunner().invoke(main, ["serve", "--model", "nowhere", "--host", "localhost", "--port", "0"])
+    assert result.exit_code != 0 and "nowhere" in result.stderr and "listen" not in result.stderr
 
 
 def test_the_server_names_the_packages_that_it_lacks() -> None:

@@ -62,10 +62,18 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
 def test_what_a_table_is_true_for_is_in_its_name(tmp_path: Path) -> None:
     save_table(LINEAR, tmp_path)
     other = {"fingerprint": "f" * 16, "device": "H100", "dtype": "bfloat16", "torch": "3.0", "deterministic": False}
-    for name, value in other.items():
+    for name, value in (other | {"kv_cache": "int8-g32"}).items():
         key = replace(KEY, **{name: value})
         assert find_table(key, tmp_path) is None
     assert replace(KEY, device="a/b c").file_name == "0123456789abcdef-a_b_c-float64-torch2.0.json"
+
+
+def test_tables_from_before_the_cache_was_looked_at_are_of_native_pages(tmp_path: Path) -> None:
+    path = save_table(LINEAR, tmp_path)
+    raw = LINEAR.to_dict()
+    assert raw["key"].pop("kv_cache") == "auto"
+    path.write_text(json.dumps(raw))
+    assert find_table(KEY, tmp_path) == LINEAR
 
 
 @pytest.mark.parametrize(
@@ -433,6 +441,11 @@ def test_the_table_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     assert LLM(model).engine.node_budget.table == table
     assert LLM(model, cost_table=None).engine.node_budget.table is None
     assert LLM(model, cost_table=DEAR).engine.node_budget.table is DEAR
+    assert LLM(model, kv_cache_dtype="int8").engine.node_budget.table is None
+    of_int8 = replace(DEAR, key=cost_key(model, kv_cache="int8-g8"))
+    save_table(of_int8)
+    assert LLM(model, kv_cache_dtype="int8", kv_group_size=8).engine.node_budget.table == of_int8
+    assert LLM(model).engine.node_budget.table == table
     assert LLM(model, dtype="float64").engine.node_budget.table is None
     assert build_engine(model, "none", EngineConfig()).node_budget.table is None
     with pytest.raises(ConfigError, match='cost_table must be a CostTable, "auto" or None, not 3'):

@@ -123,7 +123,8 @@ def test_a_quantized_model_is_its_base_to_heads_but_not_to_cost_tables(saved: Pa
     model, base = quantized(saved, "int8"), load(saved, dtype=torch.float64, device=CPU).model
     assert base_fingerprint(model) == base_fingerprint(base)
     assert (quantized_by(model), quantized_by(base)) == ("torchao", None)
-    assert cost_key(model).dtype == "float32-torchao" and cost_key(base).dtype == "float64"
+    assert cost_key(model).dtype == "float32-torchao-Int8WeightOnlyConfig" and cost_key(base).dtype == "float64"
+    assert cost_key(quantized(saved, "int8_dynamic")).dtype.startswith("float32-torchao-Int8Dynamic")
 
 
 @needs_torchao

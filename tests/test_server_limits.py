@@ -163,6 +163,16 @@ def test_a_wrong_prompt_is_named_where_it_is_wrong(server: Served) -> None:
         assert server.post("/v1/completions", {"model": MODEL, "prompt": prompt}).json()["error"]["param"] == param
 
 
+def test_what_is_too_long_has_the_code_that_clients_look_for(server: Served) -> None:
+    for path, body in {
+        "/v1/completions": {"model": MODEL, "prompt": [1] * 256},
+        "/v1/chat/completions": chat_body(messages=[{"role": "user", "content": "a " * 10_000}]),
+        "/detokenize": {"tokens": [1] * 300},
+    }.items():
+        response = server.post(path, body)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded"), path
+
+
 def test_neighbours_of_hostile_requests_get_their_tokens(server: Served) -> None:
     want = server.complete("victim", max_tokens=100).json()["choices"][0]["text"]
     with ThreadPoolExecutor(4) as pool:

@@ -34,8 +34,11 @@ def info(as_json: bool, plan: bool, check_cache: bool, deterministic: bool, **op
     """Show versions, the device and what would run there, with the reason for each."""
     import json
 
+    from specdec.engine.config import EngineConfig
+
     place = {name: options[name] for name in ("model", "device", "dtype")}
-    facts = _facts(**place, deterministic=deterministic)
+    stored = EngineConfig(**{name: options[name] for name in ("kv_cache_dtype", "kv_group_size")}).kv_cache_name
+    facts = _facts(**place, deterministic=deterministic, kv_cache=stored)
     if plan:
         facts |= plan_facts(options)
     if check_cache:
@@ -47,7 +50,7 @@ def info(as_json: bool, plan: bool, check_cache: bool, deterministic: bool, **op
         click.echo(f"{key:<14} {value}")
 
 
-def _facts(model: str, device: str, dtype: str, deterministic: bool) -> dict[str, Any]:
+def _facts(model: str, device: str, dtype: str, deterministic: bool, kv_cache: str) -> dict[str, Any]:
     import torch
 
     from specdec.drafters.registry import DRAFTERS
@@ -72,7 +75,7 @@ def _facts(model: str, device: str, dtype: str, deterministic: bool) -> dict[str
         "shipped heads": ", ".join(sorted(path.name for path in FOLDER.glob("*/"))) or "none",
         "model": f"{model}: {describe(model)}",
         **_steps(place, kind),
-        "cost table": _cost_table(model, place, kind, deterministic),
+        "cost table": _cost_table(model, place, kind, deterministic, kv_cache),
     }
 
 
@@ -125,23 +128,26 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     }
 
 
-def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", deterministic: bool) -> str:
+def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", deterministic: bool, kv_cache: str) -> str:
     """The newest table of a model of this name here; the engine also looks at the weights, which aren't opened."""
     import torch
 
     from specdec.engine.cost import costs_folder, device_name, list_tables, read_table
 
-    here = (device_name(device), _short(dtype), torch.__version__, deterministic)
+    here = (device_name(device), _short(dtype), torch.__version__, deterministic, kv_cache)
     for path in list_tables():
         try:
             table = read_table(path)
         except ConfigError as error:
             return str(error)
         key = table.key
-        there = (key.device, key.dtype, key.torch, key.deterministic)
+        there = (key.device, key.dtype, key.torch, key.deterministic, key.kv_cache)
         if there == here and table.model in (model, Path(model).resolve().name):
             return f"{path}, measured {table.measured}"
     command = "specdec tune" if deterministic else "specdec tune --no-deterministic"
+    if kv_cache != "auto":
+        kind, _, group = kv_cache.partition("-g")
+        command += f" --kv-cache-dtype {kind}" + (f" --kv-group-size {group}" if group else "")
     return f"none: run `{command}`, and drafts get as many nodes as pay for themselves; it will be in {costs_folder()}"
 
 

@@ -32,10 +32,15 @@ _LLM_OPTIONS = (
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def quantization_option(command: F) -> F:
+    """Add --quantization, as in `LLM`."""
+    return click.option("--quantization", help="Of the weights: int8, int8_dynamic, int4, fp8 or nf4.")(command)
+
+
 def model_options(command: F) -> F:
     """Add --model, --drafter, --device, --dtype and --quantization."""
     for option in (
-        click.option("--quantization", help="Of the weights: int8, int8_dynamic, int4, fp8 or nf4."),
+        quantization_option,
         click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU."),
         click.option("--device", default="auto", help="auto takes a GPU where there is one."),
         click.option(
@@ -52,10 +57,19 @@ def model_options(command: F) -> F:
 
 def cache_options(command: F) -> F:
     """Add the options of `EngineConfig` that say how much the KV cache holds."""
-    kinds = click.Choice(["auto", "fp8", "fp8_e4m3", "int8", "int4"])
     for option in (
         click.option("--gpu-memory-utilization", type=float, help="Share of a GPU's memory for weights and KV cache."),
         click.option("--kv-cache-memory", help="Bytes of the KV cache, e.g. 2GiB."),
+        cache_format_options,
+    ):
+        command = option(command)
+    return command
+
+
+def cache_format_options(command: F) -> F:
+    """Add the options of `EngineConfig` that say how keys and values are stored."""
+    kinds = click.Choice(["auto", "fp8", "fp8_e4m3", "int8", "int4"])
+    for option in (
         click.option("--kv-group-size", type=int, help="Values that share a scale in int8 and int4."),
         click.option("--kv-cache-dtype", type=kinds, default="auto", help="How keys and values are stored."),
     ):

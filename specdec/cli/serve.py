@@ -37,7 +37,7 @@ def serve(
         from specdec.server.app import make_app
         from specdec.server.config import ServerConfig
         from specdec.server.logs import set_up_logs
-        from specdec.server.run import DrainingServer
+        from specdec.server.run import DrainingServer, check_address
     except ModuleNotFoundError as error:
         message = f"the server needs {error.name}; install it with: pip install fastapi uvicorn prometheus_client"
         raise ConfigError(message) from error
@@ -45,6 +45,7 @@ def serve(
 
     sizes = {name: options.pop(name) for name in ("max_num_seqs", "max_model_len", "num_blocks")}
     config = ServerConfig(**options)
+    check_address(config)
     set_up_logs(log_level)
     llm = LLM(model, drafter, device=device, dtype=dtype, quantization=quantization, **sizes)
     _give_turns()

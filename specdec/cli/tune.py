@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import DEFAULT_MODEL, deterministic_option
+from specdec.cli.options import DEFAULT_MODEL, cache_format_options, deterministic_option, quantization_option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specdec.engine.config import EngineConfig
     from specdec.engine.cost import CostTable
     from specdec.engine.measure import Grid, Seconds
     from specdec.models.protocol import PackedModel
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 @click.option("--model", default=DEFAULT_MODEL, help="A folder, a hub id, or a name that `specdec pull` knows.")
 @click.option("--device", default="auto", help="auto takes a GPU where there is one.")
 @click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU.")
+@quantization_option
+@cache_format_options
 @deterministic_option
 @click.option("--max-seqs", type=click.IntRange(min=1), help="Most sequences a step.  [default: 4 on a CPU, else 16]")
 @click.option("--contexts", help="Context lengths, such as 128,1024.  [default: 128, 1024 and, on a GPU, 4096]")
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 def tune(as_json: bool, **options: Any) -> None:
     """Measure the step time over sequences × nodes × context and keep it for the engine.
 
-    Captured steps are measured where the engine captures them, else eager ones. The table is for engines that are
-    deterministic or not, as it was measured.
+    Captured steps are measured where the engine captures them, else eager ones. The table is for engines of the same
+    options: --dtype, --quantization, --kv-cache-dtype, --kv-group-size and --deterministic.
     """
     from rich.console import Console
 
@@ -49,31 +52,30 @@ def _measure(console: "Console", options: dict[str, Any]) -> "CostTable":
     from datetime import UTC, datetime
 
     from specdec.build import cost_key
+    from specdec.engine.config import EngineConfig
     from specdec.engine.cost import CostTable
     from specdec.engine.measure import make_grid
-    from specdec.hub.load import load
-    from specdec.llm import resolve_device, resolve_dtype
+    from specdec.llm import load_model
     from specdec.models.load import make_target
 
     contexts = _parse_contexts(options["contexts"])
-    device = resolve_device(options["device"])
-    loaded = load(options["model"], dtype=resolve_dtype(options["dtype"], device), device=device)
-    deterministic = options["deterministic"]
-    target = make_target(loaded.model, deterministic)
+    config = EngineConfig(**{name: options[name] for name in ("deterministic", "kv_cache_dtype", "kv_group_size")})
+    loaded = load_model(options["model"], None, *(options[name] for name in ("dtype", "device", "quantization")))
+    target = make_target(loaded.model, config.deterministic)
     grid = make_grid(target.device, target.max_len, max_seqs=options["max_seqs"], contexts=contexts)
     return CostTable(
-        key=cost_key(loaded.model, deterministic),
+        key=cost_key(loaded.model, config.deterministic, config.kv_cache_name),
         model=loaded.name,
         command=_command(options),
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
         num_seqs=grid.num_seqs,
         num_nodes=grid.num_nodes,
         contexts=grid.contexts,
-        step_seconds=_run(console, target, grid, options["repeats"]),
+        step_seconds=_run(console, target, grid, options["repeats"], config),
     )
 
 
-def _run(console: "Console", target: "PackedModel", grid: "Grid", repeats: int) -> "Seconds":
+def _run(console: "Console", target: "PackedModel", grid: "Grid", repeats: int, config: "EngineConfig") -> "Seconds":
     import torch
 
     from specdec.engine.measure import make_step, measure
@@ -88,7 +90,7 @@ def _run(console: "Console", target: "PackedModel", grid: "Grid", repeats: int) 
             status.update(f"measuring {point} ({num_done} of {len(grid)})")
 
         try:
-            step, how = make_step(target, grid)
+            step, how = make_step(target, grid, config)
             console.print(f"measuring {how}")
             return measure(step, grid, repeats=repeats, warmup=1, progress=show)
         except torch.OutOfMemoryError as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from specdec.errors import InvalidRequest
+from specdec.errors import ContextLengthExceeded, InvalidRequest
 from specdec.params import SamplingParams
 from specdec.verifier.masks import always_banned, ending_tokens
 
@@ -11,12 +11,13 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_model_len: int) -> 
     """Refuse a prompt that can't be run.
 
     Raises:
-        InvalidRequest: it is empty, leaves no room for an answer, or holds what is no id of the vocabulary.
+        ContextLengthExceeded: it leaves no room for an answer.
+        InvalidRequest: it is empty, or holds what is no id of the vocabulary.
     """
     if not prompt:
         raise InvalidRequest("the prompt is empty; give at least one token")
     if len(prompt) >= max_model_len:
-        raise InvalidRequest(
+        raise ContextLengthExceeded(
             f"the prompt has {len(prompt)} tokens and the context limit is {max_model_len}, "
             "one of which must be left for the answer; shorten the prompt or raise max_model_len"
         )

@@ -81,6 +81,11 @@ class EngineConfig:
                 f"({self.max_num_seqs}), so that every running request can take a step"
             )
 
+    @property
+    def kv_cache_name(self) -> str:
+        """How keys and values are stored, in a word: what step times depend on."""
+        return self.kv_cache_dtype if self.kv_group_size is None else f"{self.kv_cache_dtype}-g{self.kv_group_size}"
+
     def _check_memory(self) -> None:
         names = ("num_blocks", "kv_cache_memory", "gpu_memory_utilization")
         given = [name for name in names if getattr(self, name) is not None]

@@ -32,9 +32,11 @@ class CostKey:
     Args:
         fingerprint: of the model, as `specdec.drafters.heads.base_fingerprint` computes it.
         device: the device's name, as `device_name` gives it.
-        dtype: of the weights, `bfloat16` for one.
+        dtype: of the weights, `bfloat16` for one, and how they are quantized.
         torch: torch's version.
         deterministic: whether the kernels give a row the same bits in any batch.
+        kv_cache: how keys and values are stored, as `EngineConfig.kv_cache_name` says; tables from before it was
+            looked at are of native pages.
     """
 
     fingerprint: str
@@ -42,13 +44,15 @@ class CostKey:
     dtype: str
     torch: str
     deterministic: bool = True
+    kv_cache: str = "auto"
 
     @property
     def file_name(self) -> str:
         """Name of the table's file; it holds the whole key."""
         parts = [self.fingerprint, self.device, self.dtype, f"torch{self.torch}"]
-        name = "-".join(parts if self.deterministic else [*parts, "nondeterministic"])
-        return re.sub(r"[^\w.+-]+", "_", name) + ".json"
+        parts += [] if self.deterministic else ["nondeterministic"]
+        parts += [] if self.kv_cache == "auto" else [f"kv-{self.kv_cache}"]
+        return re.sub(r"[^\w.+-]+", "_", "-".join(parts)) + ".json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,8 @@ class CostTable:
             raise ConfigError(f"not a cost table of version {VERSION}")
         body = {name: value for name, value in raw.items() if name not in ("format", "version")}
         _check_fields(cls, body, "the table")
+        if isinstance(body["key"], dict):
+            body["key"] = {"kv_cache": "auto"} | body["key"]
         _check_fields(CostKey, body["key"], "its key")
         try:
             body["step_seconds"] = tuple(tuple(tuple(row) for row in plane) for plane in body["step_seconds"])

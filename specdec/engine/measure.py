@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -110,18 +110,21 @@ def measure(
     return tuple(tuple(tuple(median(s, n, c) for c in grid.contexts) for n in grid.num_nodes) for s in grid.num_seqs)
 
 
-def make_step(model: PackedModel, grid: Grid) -> tuple[Step, str]:
+def make_step(model: PackedModel, grid: Grid, config: EngineConfig | None = None) -> tuple[Step, str]:
     """Return what runs and times a model's steps as an engine would run them, and how that is, for people.
 
     Args:
         model: the target.
         grid: the largest points that will be asked for.
+        config: says how keys and values are stored; None: as they are.
     """
+    config = config or EngineConfig()
     why = why_no_graph(model, _RandomChains(model.vocab_size), CoupledRule())
     if why is not None:
-        return EngineStep(model, grid), f"eager steps, because {why}"
+        return EngineStep(model, grid, config), f"eager steps, because {why}"
     assert isinstance(model, Decoder)
-    return CapturedStep(model, grid), "captured steps"
+    layout = model.kv_layout.stored_as(config.kv_cache_dtype, config.kv_group_size)
+    return CapturedStep(model, grid, layout), "captured steps"
 
 
 class CapturedStep:
@@ -182,11 +185,13 @@ class EngineStep:
     Args:
         model: the target.
         grid: the largest points that will be asked for; the cache is made to hold them.
+        config: says how keys and values are stored; None: as they are.
     """
 
-    def __init__(self, model: PackedModel, grid: Grid) -> None:
+    def __init__(self, model: PackedModel, grid: Grid, config: EngineConfig | None = None) -> None:
         num_seqs = grid.num_seqs[-1]
-        config = EngineConfig(
+        config = replace(
+            config or EngineConfig(),
             block_size=_BLOCK_SIZE,
             num_blocks=num_seqs * -(-grid.max_model_len // _BLOCK_SIZE),
             max_model_len=grid.max_model_len,

@@ -47,6 +47,19 @@ def quantized_by(model: PreTrainedModel) -> str | None:
     return str(getattr(method, "value", method))
 
 
+def quantized_how(model: PreTrainedModel) -> list[str]:
+    """Return what tells a model's quantized weights from others by the same method, behind the method; else nothing."""
+    method = quantized_by(model)
+    if method is None:
+        return []
+    config = model.config.quantization_config
+    named = getattr(config, "quantization_method", None)
+    kind = named() if callable(named) else getattr(config, "quant_type", None) or getattr(config, "bits", None)
+    if kind is None or isinstance(kind, (str, int)):
+        return [method, *([] if kind is None else [str(kind)])]
+    return [method, type(kind).__name__]
+
+
 def layer_types(config: Any, family: Family) -> list[str]:
     """Return "full_attention" or "sliding_attention" for each layer.
 

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from specdec.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown, SpecdecError
+from specdec.errors import ContextLengthExceeded, EngineDead, InvalidRequest, QueueFull, ShuttingDown, SpecdecError
 
 logger = logging.getLogger("specdec.server")
 MAX_MESSAGE = 500
@@ -61,7 +61,8 @@ INTERNAL = Problem(500, "the server failed; its log says why, under this respons
 def problem_of(error: SpecdecError) -> Problem:
     """Return how one of our errors is sent: the user's own mistakes with their message."""
     if isinstance(error, InvalidRequest):
-        return Problem(400, str(error), code="invalid_value")
+        too_long = isinstance(error, ContextLengthExceeded)
+        return Problem(400, str(error), code="context_length_exceeded" if too_long else "invalid_value")
     retry = {"Retry-After": str(RETRY_SECONDS[type(error)])} if type(error) in RETRY_SECONDS else {}
     match error:
         case QueueFull():

@@ -2,16 +2,37 @@
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from specdec.errors import ConfigError
 from specdec.server.config import ServerConfig
 from specdec.server.service import Service
 
 logger = logging.getLogger("specdec.server")
+
+
+def check_address(config: ServerConfig) -> None:
+    """Refuse an address that can't be listened on, before a model is loaded for it.
+
+    Raises:
+        ConfigError: the host has no such address here, or the port is taken.
+    """
+    where = f"{config.host}:{config.port}"
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as tried:
+                if os.name == "posix":  # as the server itself does: what just ended doesn't hold the port
+                    tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {where}: {error.strerror}; give another --host or --port") from error
 
 
 class DrainingServer(uvicorn.Server):

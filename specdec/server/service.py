@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from specdec.encode import Encoder
 from specdec.engine.async_engine import AsyncEngine
-from specdec.errors import InvalidRequest
+from specdec.errors import ContextLengthExceeded
 from specdec.llm import LLM
 from specdec.server.config import ServerConfig
 from specdec.server.metrics import Metrics
@@ -55,7 +55,7 @@ class Service:
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; as `Encoder.decode`, in a thread."""
         if len(tokens) > self.max_model_len:
-            raise InvalidRequest(f"{len(tokens)} tokens were given; the context limit is {self.max_model_len}")
+            raise ContextLengthExceeded(f"{len(tokens)} tokens were given; the context limit is {self.max_model_len}")
         return await self._run(self._encoder.decode, tokens)
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class Service:
     def _check_length(self, num_chars: int) -> None:
         """Refuse what can't fit, whatever its tokens are, before they are made."""
         if num_chars > self.max_model_len * self._longest_token:
-            raise InvalidRequest(
+            raise ContextLengthExceeded(
                 f"the prompt has {num_chars} characters, more than the context limit of {self.max_model_len} tokens "
                 "can hold; shorten the prompt"
             )
