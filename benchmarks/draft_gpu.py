@@ -153,14 +153,16 @@ def trees(folder: Path, nodes: str, seqs: str, temperature: float, names: bool, 
     write(path, facts | {"temperature": temperature, "rows": rows})
 
 
-def _tiles(rows: int, outs: tuple[int, ...]) -> list[Tile]:
-    high = 16 if rows <= 16 else 64
+def _tiles(rows: int, name: str) -> list[Tile]:
+    """Tiles to try for a level's product; `k` is a program's in `candidates` and a warp's in the others."""
+    whole = name == "candidates"
     return [
         Tile(high, out, k, warps, stages)
-        for out in outs
-        for k in (64, 128, 256)
-        for warps, stages in ((4, 3), (4, 5), (8, 4))
-        if (2 * high + 2 * out) * k * 2 * stages < 200_000
+        for high in ((16,) if rows <= 16 else (16, 64))
+        for out in ((64, 128) if whole else (16, 32))
+        for k in ((64, 128) if whole else (32, 64, 128))
+        for warps, stages in ((4, 3), (4, 4), (8, 3))
+        if 2 * (high + out) * k * (1 if whole else warps) * 2 * stages < 200_000
     ]
 
 
@@ -197,7 +199,7 @@ def tiles(folder: Path, rows: str, ranks: int) -> None:
     for n in map(int, rows.split(",")):
         for name, op in _ops(heads, model, n, ranks).items():
             times = {"as chosen": timed([partial(op, None)] * 20, 8)}
-            for tile in _tiles(n, (32, 64, 128) if name == "candidates" else (16, 32, 64)):
+            for tile in _tiles(n, name):
                 try:
                     times[str(tile)] = timed([partial(op, tile)] * 20, 8)
                 except Exception as error:  # out of shared memory or registers: no tile for this size

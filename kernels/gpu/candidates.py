@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.candidates import check_sizes
-from specdec.kernels.gpu.launch import overlap, prefetch, wait_for_inputs
-from specdec.kernels.gpu.linear import Tile, first_lines, tile_at
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.linear import Tile, tile_at
 from specdec.kernels.gpu.sample import noise_at
 from specdec.kernels.sample import MIN_TEMPERATURE
 
@@ -44,7 +44,6 @@ def _block_kernel(
     x_at = states_ptr + row.to(tl.int64)[:, None] * K + at[None, :]
     w_at = w_ptr + (col % V).to(tl.int64)[None, :] * K + at[:, None]
     token = tl.load(token_ids_ptr + col % V) if MAPPED else col
-    prefetch(first_lines(w_ptr, col % V, K), PDL)
     wait_for_inputs(PDL)
     scores = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):

@@ -1,7 +1,8 @@
 """One step of a recurrent draft head, in Triton; reference and contract in `kernels/cell.py`.
 
 Two launches: norms, product with U, bias and SiLU; product with D, bias and sum. The norms scale what the products of
-the plain states and embeddings come to, so that no program waits for them.
+the plain states and embeddings come to, so that no program waits for them. Each warp sums a part of the inputs: a chain
+of matrix instructions over all of them is what a level would wait for.
 """
 
 from dataclasses import replace
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from specdec.kernels.cell import EPS, check_shapes
 from specdec.kernels.gpu.activation import activate
-from specdec.kernels.gpu.launch import overlap, prefetch, wait_for_inputs
-from specdec.kernels.gpu.linear import Tile, first_lines, tile_at
+from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.linear import Tile, tile_at
 
 
 @triton.jit
@@ -39,7 +40,6 @@ def _up_kernel(
     tree, path = row % num_rows // num_paths, row % num_rows % num_paths
     above, last = tl.load(above_ptr + path), tl.load(last_ptr + path)
     w_at = w_ptr + (col % OUT).to(tl.int64)[None, None, :] * (2 * H) + across
-    prefetch(first_lines(w_ptr, col % OUT, 2 * H), PDL)
     wait_for_inputs(PDL)
     token = tl.load(found_ptr + tree.to(tl.int64) * found_row + last)
     s_at = states_ptr + (tree.to(tl.int64) * num_above + above)[None, :, None] * H + at
@@ -82,7 +82,6 @@ def _down_kernel(
     before = tree.to(tl.int64) * num_above + tl.load(above_ptr + path)
     x_at = x_ptr + row.to(tl.int64)[None, :, None] * K + at
     w_at = w_ptr + (col % H).to(tl.int64)[None, None, :] * K + across
-    prefetch(first_lines(w_ptr, col % H, K), PDL)
     wait_for_inputs(PDL)
     parts = tl.zeros([SLICES, BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, SLICES * BLOCK_K):
@@ -120,7 +119,7 @@ def cell(
         last: [P] int64, for each path where its last token stands in a row of `found`.
         embedding: [V, H], the input embeddings, like all weights contiguous and of the states' dtype.
         up, up_bias, down, down_bias: [I, 2 H], [I], [H, I] and [H].
-        tiles: how to cut the two products; None chooses by the number of rows.
+        tiles: how to cut the two products, `k` being what each of the warps takes at once; None chooses.
 
     Returns:
         [S, P, H].

@@ -70,7 +70,7 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
 
 
 @triton.jit
-def first_lines(w_ptr, row, K: tl.constexpr):
+def _first_lines(w_ptr, row, K: tl.constexpr):
     """Addresses of the first 2 KiB of rows [N] of a matrix, line by line: [lines, N]."""
     PER_LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = min(16, triton.next_power_of_2((K + PER_LINE - 1) // PER_LINE))
@@ -129,7 +129,7 @@ def _linear_kernel(
     w_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
     EARLY: tl.constexpr = OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS
     if EARLY:
-        prefetch(first_lines(w_ptr, col % OUT, K), PDL)
+        prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
     wait_for_inputs(PDL, EARLY)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -160,8 +160,8 @@ def _gated_linear_kernel(
     up_at = gate_at + OUT * K
     EARLY: tl.constexpr = 2 * OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS
     if EARLY:
-        prefetch(first_lines(w_ptr, col % OUT, K), PDL)
-        prefetch(first_lines(w_ptr, OUT + col % OUT, K), PDL)
+        prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
+        prefetch(_first_lines(w_ptr, OUT + col % OUT, K), PDL)
     wait_for_inputs(PDL, EARLY)
     gate = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
