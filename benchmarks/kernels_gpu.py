@@ -316,6 +316,18 @@ def direct_codes(formats: str, path: str | None) -> None:
     write(path, {"rows": rows})
 
 
+@main.command()
+@click.option("--format", "name", default="int8", help="A value of kv_cache_dtype.")
+def launch(name: str) -> None:
+    """Launch the two kernels that `direct` compares once each, over 32 sequences of 8,192 tokens, for a profiler."""
+    case = Case(32, 8192, 1, kv_cache_dtype=name)
+    page = case.pages[0]
+    for at_once in (0, 1 << 20):
+        with chosen_by(0, at_once):
+            tree_attention(case.q, page.k[0], page.v[0], case.work, scale=case.head_dim**-0.5)
+    torch.cuda.synchronize()
+
+
 @contextmanager
 def chosen_by(min_context: int, at_once: int) -> Iterator[None]:
     """Let `direct` be taken from another length of a context on, for other numbers of large splits."""
