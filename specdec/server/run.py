@@ -28,8 +28,11 @@ def check_address(config: ServerConfig) -> None:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in found:
             with socket.socket(family, kind, protocol) as tried:
-                if os.name == "posix":  # as the server itself does: what just ended doesn't hold the port
+                # As asyncio's servers do: what just ended doesn't hold the port, nor do those of the other protocol.
+                if os.name == "posix":
                     tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 tried.bind(address)
     except OSError as error:
         raise ConfigError(f"can't listen on {where}: {error.strerror}; give another --host or --port") from error
