@@ -116,13 +116,13 @@ def heads() -> str:
 
 
 def tau_of_heads() -> str:
-    """Return τ of the heads that come with the package, by category and temperature, and what was predicted of all."""
-    result = read("heads_tau_smollm2_h200")
-    (measured,) = result["rows"]
-    greedy, sampled = measured["tau_0.0"], measured["tau_0.7"]
-    rows = [[name, f"{greedy[name]:.2f}", f"{sampled[name]:.2f}"] for name in greedy]
-    shown = table(("prompts", "τ at temperature 0", "τ at 0.7"), rows)
-    return f"{shown}\n\nPredicted from the ranks in the greedy answers: {measured['predicted']['tau']:.2f} for all."
+    """Return τ of the shipped heads and of Medusa's, by category and temperature, and what was predicted of all."""
+    (shipped,), (medusa,) = (read(name)["rows"] for name in ("heads_tau_smollm2_h200", "heads_tau_medusa_cpu"))
+    columns = [heads[key] for heads in (shipped, medusa) for key in ("tau_0.0", "tau_0.7")]
+    rows = [[name, *(f"{column[name]:.2f}" for column in columns)] for name in columns[0]]
+    shown = table(("prompts", "shipped, temperature 0", "at 0.7", "Medusa, temperature 0", "at 0.7"), rows)
+    predicted = " and ".join(f"{heads['predicted']['tau']:.2f}" for heads in (shipped, medusa))
+    return f"{shown}\n\nPredicted from the ranks in the greedy answers: {predicted} for all."
 
 
 def prefill() -> str:
