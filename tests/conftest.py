@@ -24,6 +24,13 @@ OLD_TRANSFORMERS = pytest.mark.skipif(
 torch.set_num_threads(1)  # tiny products are faster so, and threads that wait for each other starve on a busy machine
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, open only modules that have such tests: the others may import what a GPU machine lacks."""
+    if config.getoption("markexpr") != "gpu" or not collection_path.is_file():
+        return None
+    return "pytest.mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
+
+
 def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: object) -> LlamaForCausalLM:
     """A random Llama of three layers whose greedy answers neither loop at once nor end."""
     config: dict[str, object] = {
