@@ -15,6 +15,8 @@ from specdec.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from specdec.engine.config import EngineConfig
+
 _PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy", "safetensors", "tokenizers")
 
 
@@ -37,8 +39,8 @@ def info(as_json: bool, plan: bool, check_cache: bool, deterministic: bool, **op
     from specdec.engine.config import EngineConfig
 
     place = {name: options[name] for name in ("model", "device", "dtype")}
-    stored = EngineConfig(**{name: options[name] for name in ("kv_cache_dtype", "kv_group_size")}).kv_cache_name
-    facts = _facts(**place, deterministic=deterministic, kv_cache=stored)
+    stored = {name: options[name] for name in ("kv_cache_dtype", "kv_group_size")}
+    facts = _facts(**place, config=EngineConfig(deterministic=deterministic, **stored))
     if plan:
         facts |= plan_facts(options)
     if check_cache:
@@ -50,7 +52,7 @@ def info(as_json: bool, plan: bool, check_cache: bool, deterministic: bool, **op
         click.echo(f"{key:<14} {value}")
 
 
-def _facts(model: str, device: str, dtype: str, deterministic: bool, kv_cache: str) -> dict[str, Any]:
+def _facts(model: str, device: str, dtype: str, config: "EngineConfig") -> dict[str, Any]:
     import torch
 
     from specdec.drafters.registry import DRAFTERS
@@ -69,13 +71,13 @@ def _facts(model: str, device: str, dtype: str, deterministic: bool, kv_cache: s
         "device": f"{place.type} ({what})",
         "dtype": f"{_short(kind)} ({'the default on this device' if dtype == 'auto' else 'as asked for'})",
         "threads": torch.get_num_threads(),
-        "kernels": _kernels(place, kind, deterministic),
+        "kernels": _kernels(place, kind, config.deterministic),
         "drafters": ", ".join(DRAFTERS),
         "quantization": _quantization(),
         "shipped heads": ", ".join(sorted(path.name for path in FOLDER.glob("*/"))) or "none",
         "model": f"{model}: {describe(model)}",
         **_steps(place, kind),
-        "cost table": _cost_table(model, place, kind, deterministic, kv_cache),
+        "cost table": _cost_table(model, place, kind, config),
     }
 
 
@@ -128,13 +130,13 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     }
 
 
-def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", deterministic: bool, kv_cache: str) -> str:
+def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", config: "EngineConfig") -> str:
     """The newest table of a model of this name here; the engine also looks at the weights, which aren't opened."""
     import torch
 
     from specdec.engine.cost import costs_folder, device_name, list_tables, read_table
 
-    here = (device_name(device), _short(dtype), torch.__version__, deterministic, kv_cache)
+    here = (device_name(device), _short(dtype), torch.__version__, config.deterministic, config.kv_cache_name)
     for path in list_tables():
         try:
             table = read_table(path)
@@ -144,10 +146,11 @@ def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", determ
         there = (key.device, key.dtype, key.torch, key.deterministic, key.kv_cache)
         if there == here and table.model in (model, Path(model).resolve().name):
             return f"{path}, measured {table.measured}"
-    command = "specdec tune" if deterministic else "specdec tune --no-deterministic"
-    if kv_cache != "auto":
-        kind, _, group = kv_cache.partition("-g")
-        command += f" --kv-cache-dtype {kind}" + (f" --kv-group-size {group}" if group else "")
+    command = "specdec tune" if config.deterministic else "specdec tune --no-deterministic"
+    if config.kv_cache_dtype != "auto":
+        command += f" --kv-cache-dtype {config.kv_cache_dtype}"
+    if config.kv_group_size is not None:
+        command += f" --kv-group-size {config.kv_group_size}"
     return f"none: run `{command}`, and drafts get as many nodes as pay for themselves; it will be in {costs_folder()}"
 
 
