@@ -1,6 +1,7 @@
 """The command line over a tiny model's folder: outputs, JSON, exit codes."""
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from specdec import LLM, SamplingParams, __version__
 from specdec.cache.pages import KVLayout
 from specdec.cli.demo_prompts import PROMPTS
 from specdec.cli.main import main
+from specdec.cli.options import given_command
 from specdec.engine.capturable import EAGER_PARAMETERS
 from specdec.engine.cost import CostTable
 from specdec.errors import DownloadError, OutOfBlocks
@@ -353,3 +355,24 @@ def test_the_server_names_the_packages_that_it_lacks() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "the server needs fastapi" in done.stderr
     assert "pip install fastapi uvicorn prometheus_client" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_command_is_told_as_a_shell_takes_it_back() -> None:
+    seen: list[dict[str, object]] = []
+
+    @click.command()
+    @click.argument("folders", nargs=-1)
+    @click.option("--temperature", multiple=True, type=float)
+    @click.option("--openings/--no-openings", default=True)
+    @click.option("--resume", is_flag=True)
+    @click.option("--out", default="heads")
+    @click.option("--steps", default=3)
+    def probe(**options: object) -> None:
+        seen.append(options)
+        click.echo(given_command())
+
+    given = ["a b", "--temperature", "0", "--temperature", "0.7", "--no-openings", "--resume", "--out", "", "--", "-x"]
+    told = CliRunner().invoke(probe, given).output
+    again = CliRunner().invoke(probe, shlex.split(told)[1:]).output
+    assert again == told and seen[0] == seen[1], told
+    assert "--steps" not in told, "a default isn't told"

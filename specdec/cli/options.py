@@ -149,14 +149,20 @@ class OutputFile(click.Path):
 
 
 def given_command() -> str:
-    """Return the running command as it was given, such as "specdec train medusa --out=heads"."""
+    """Return the running command as it was given, such as "specdec train medusa --out=heads"; a shell takes it back."""
     context = click.get_current_context()
-    words = ["specdec", *context.command_path.split()[1:]]
+    words, arguments = ["specdec", *context.command_path.split()[1:]], []
     for param in context.command.params:
         if param.name and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
-            value, flag = context.params[param.name], param.opts[-1]
-            words.append(flag if value is True else f"{flag}={value}")
-    return shlex.join(words)
+            value = context.params[param.name]
+            values = value if isinstance(value, tuple) else (value,)
+            if isinstance(param, click.Argument):
+                arguments += map(str, values)
+            elif isinstance(value, bool):
+                words.append((param.opts if value else param.secondary_opts)[-1])
+            else:
+                words += [f"{param.opts[-1]}={one}" for one in values]
+    return shlex.join([*words, *(["--"] if any(word.startswith("-") for word in arguments) else []), *arguments])
 
 
 def report(stats: "SpeculationStats", seconds: float) -> str:

@@ -283,7 +283,8 @@ def _recipe(options: Mapping[str, Any]) -> str:
         own = f"{own}, and for {options['tasks']:.0%} of all tasks from templates, to write texts and on these texts"
     own += "; none shares eight words in a row with the built-in benchmark's prompts"
     prompts = own if file == "self" else f"the prompts of {Path(file).name}"
-    warmth = " and ".join(map(str, options["temperatures"]))
+    *others, last = map(str, options["temperatures"])
+    warmth = f"{', '.join(others)} and {last} in turn" if others else last
     how = f"at temperature {warmth}, at most {options['answer_tokens']} tokens each"
     return f"{prompts}, answered by the model itself {how}"
 
