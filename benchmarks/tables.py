@@ -117,7 +117,7 @@ def heads() -> str:
 
 def tau_of_heads() -> str:
     """Return τ of the shipped heads and of Medusa's, by category and temperature, and what was predicted of all."""
-    (shipped,), (medusa,) = (read(name)["rows"] for name in ("heads_tau_smollm2_h200", "heads_tau_medusa_cpu"))
+    (shipped,), (medusa,) = (read(name)["rows"] for name in ("heads_tau_smollm2_h200", "heads_tau_medusa_h200"))
     columns = [heads[key] for heads in (shipped, medusa) for key in ("tau_0.0", "tau_0.7")]
     rows = [[name, *(f"{column[name]:.2f}" for column in columns)] for name in columns[0]]
     shown = table(("prompts", "shipped, temperature 0", "at 0.7", "Medusa, temperature 0", "at 0.7"), rows)
@@ -221,23 +221,25 @@ def cache_quality() -> str:
 
 
 def cache_steps() -> str:
-    """Return how long steps and their attention take with quantized pages, against native ones in the same run."""
-    steps = {(r["kv_cache_dtype"], r["nodes"]): r for r in read("cache_8b_h200")["rows"]}
-    kernels = {
-        (r["kv_cache_dtype"], r["nodes"]): r
-        for r in read("formats_h200")["rows"]
-        if (r["sequences"], r["context"]) == (32, 8192)
-    }
+    """Return how long steps take with quantized pages, against native ones in the same run."""
     rows = [
-        [
-            name, nodes, step["bytes_per_token"] // 1024, f"{step['us'] / 1000:.1f}", f"{step['ratio']:.2f}",
-            f"{kernels[name, nodes]['chain_us']:.0f}", f"{kernels[name, nodes]['chain_ratio']:.2f}",
-            f"{kernels[name, nodes]['chain_share_of_copy']:.0%}",
-        ]
-        for (name, nodes), step in sorted(steps.items(), key=lambda item: item[0][1])
-    ]  # fmt: skip
-    kernel = ("attention of a layer, µs", "× native", "of a copy's bandwidth")
-    return table(("stored as", "nodes", "KiB a token", "ms a step", "× native", *kernel), rows)
+        [r["kv_cache_dtype"], r["nodes"], r["bytes_per_token"] // 1024, f"{r['us'] / 1000:.1f}", f"{r['ratio']:.2f}"]
+        for r in sorted(read("cache_8b_h200")["rows"], key=lambda r: r["nodes"])
+    ]
+    return table(("stored as", "nodes", "KiB a token", "ms a step", "× native"), rows)
+
+
+def quantized_attention() -> str:
+    """Return what one layer's attention takes over native pages, and over int8 and fp8 through either kernel."""
+    found = {(r["sequences"], r["context"], r["nodes"], r["kv_cache_dtype"]): r for r in read("direct_h200")["rows"]}
+    rows = []
+    for (sequences, context, nodes, name), r in found.items():
+        if name == "int8":
+            fp8 = found[sequences, context, nodes, "fp8"]
+            times = r["native_us"], r["shared_us"], r["direct_us"], fp8["shared_us"], fp8["direct_us"]
+            rows.append([sequences, f"{context:,}", nodes, *(f"{us:.0f}" for us in times)])
+    ways = ("int8, values kept", "int8, codes kept", "fp8, values kept", "fp8, codes kept")
+    return table(("sequences", "context", "nodes", "bf16, µs", *ways), rows)
 
 
 def prefix_reuse() -> str:
@@ -400,7 +402,7 @@ def _machine(result: dict[str, Any]) -> str:
 _BENCH = (acceptance, acceptance_at_once, picture, seeds, serve_agreement)
 _CPU = (demo, demo_default, dropin, linear)
 _SPEED = (attention, heads, ngram_gpu, nodes, prefill, products, startup, throughput)
-_SERVING = (cache_steps, prefix_reuse, runtime)
+_SERVING = (cache_steps, quantized_attention, prefix_reuse, runtime)
 _EQUALITY = (cache_quality, exact_gpu, property_cases, tau_of_heads, traffic)
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f for f in (*_BENCH, *_CPU, *_SPEED, *_SERVING, *_EQUALITY, provenance)

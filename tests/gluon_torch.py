@@ -21,6 +21,7 @@ GARBAGE = 0x5B
 """What each byte of a value holds that was not loaded."""
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _WORD = "uint32"
+_GARBAGE_WORD = GARBAGE * 0x01010101
 
 
 class Value:
@@ -87,7 +88,7 @@ class Pointer:
     __radd__ = __add__
 
     def to(self, kind: tuple[str, str], bitcast: bool) -> "Pointer":
-        assert bitcast and kind == ("pointer", _WORD) and self.memory.element_size() == 1 and not self.at.any()
+        assert bitcast and kind == ("pointer", _WORD) and not self.at.any()
         return Pointer(self.memory, 0, words=True)
 
     def __getitem__(self, index: Any) -> "Pointer":
@@ -96,6 +97,56 @@ class Pointer:
     def flat(self) -> Tensor:
         flat = self.memory.view(-1)
         return flat.view(torch.int32).to(torch.int64) & 0xFFFFFFFF if self.words else flat
+
+    def read(self, there: Tensor, other: Any) -> Tensor:
+        """What stands there, and something else where nothing is to be read; garbage if that is None."""
+        flat = self.flat()
+        out = torch.empty(self.at.shape, dtype=flat.dtype)
+        if other is None:
+            out.view(-1).view(torch.uint8).fill_(GARBAGE)
+            out = out & 0xFFFFFFFF if self.words else out
+        else:
+            out.fill_(other)
+        out[there] = flat[_inside(self.at[there], flat)]
+        return out
+
+
+class Shared:
+    """Shared memory, or a part of it; garbage until something is put there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def index(self, place: Any) -> "Shared":
+        return Shared(self.tensor[int(_plain(place))])
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.tensor.clone())
+
+    def store(self, value: Value) -> None:
+        self.tensor.copy_(value.tensor)
+
+
+class AsyncCopy:
+    """Copies that come when they are waited for, and not before; what nothing was copied to becomes 0."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[tuple[Tensor, Tensor]]] = [[]]
+
+    def async_copy_global_to_shared(self, to: Shared, at: Pointer, mask: Any = True) -> None:
+        there = torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape)
+        assert at.at.shape == to.tensor.shape, "what is copied fits"
+        to.tensor.fill_(_GARBAGE_WORD)
+        self._groups[-1].append((to.tensor, at.read(there, 0)))
+
+    def commit_group(self) -> None:
+        self._groups.append([])
+
+    def wait_group(self, num_outstanding: int) -> None:
+        assert not self._groups[-1], "copies that nobody committed"
+        while len(self._groups) > num_outstanding + 1:
+            for to, value in self._groups.pop(0):
+                to.copy_(value)
 
 
 class Language:
@@ -112,28 +163,30 @@ class Language:
     def pointer_type(self, dtype: str) -> tuple[str, str]:
         return "pointer", dtype
 
-    def SliceLayout(self, dim: int, parent: Any) -> None:  # noqa: N802
+    def SliceLayout(self, *args: Any) -> None:  # noqa: N802
         return None
+
+    SwizzledSharedLayout = SliceLayout
 
     def arange(self, start: int, end: int, layout: Any = None) -> Value:
         return Value(torch.arange(start, end, dtype=torch.int32))
 
     def load(self, at: Pointer, mask: Any = True, other: Any = None) -> Value:
-        flat = at.flat()
-        there = torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape)
-        out = torch.empty(at.at.shape, dtype=flat.dtype)
-        if other is None:
-            out.view(-1).view(torch.uint8).fill_(GARBAGE)
-            out = out & 0xFFFFFFFF if at.words else out
-        else:
-            out.fill_(other)
-        out[there] = flat[_inside(at.at[there], flat)]
-        return Value(out)
+        return Value(at.read(torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape), other))
 
     def store(self, at: Pointer, value: Value, mask: Any = True) -> None:
         flat = at.flat()
         there = torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape)
         flat[_inside(at.at[there], flat)] = value.tensor[there].to(flat.dtype)
+
+    def allocate_shared_memory(
+        self, dtype: str, shape: Sequence[int], layout: Any, value: Value | None = None
+    ) -> Shared:
+        if value is not None:
+            return Shared(value.tensor.clone())
+        if dtype == _WORD:
+            return Shared(torch.full(list(shape), _GARBAGE_WORD))
+        return Shared(torch.full(list(shape), torch.nan, dtype=_DTYPES[dtype]))
 
     def full(self, shape: Sequence[int], value: float, dtype: str, layout: Any) -> Value:
         return Value(torch.full(list(shape), value, dtype=_DTYPES[dtype]))
@@ -226,7 +279,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
     given = [_argument(arg) for arg in args]
     for program in itertools.product(*map(range, grid)):
         language = Language(program)
-        patched: dict[str, Any] = {"gl": language, "mma_v2": language.mma_v2} | constants
+        patched: dict[str, Any] = {"gl": language, "mma_v2": language.mma_v2, "async_copy": AsyncCopy()} | constants
         here = dict(scope) | patched
         for name, fn in functions.items():
             here[name] = type(fn)(fn.__code__, here, name, fn.__defaults__, fn.__closure__)

@@ -45,8 +45,8 @@ def _value(source: str, registers: dict[str, Words]) -> Words:
 def _prmt(a: Words, b: Words, selector: Words) -> Words:
     both, out = a | b << 32, np.int64(0)
     for i in range(4):
-        choice = int(selector) >> 4 * i & 15
-        assert choice < 8, "the sign isn't copied here"
+        choice = np.asarray(selector >> 4 * i & 15)
+        assert (choice < 8).all(), "the sign isn't copied here"
         out = out | (both >> 8 * choice & 255) << 8 * i
     return out
 

@@ -1,5 +1,6 @@
 """Codes that go straight to the tensor cores: the states of splits, what becomes of them, and the assembly."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,23 +22,30 @@ from tests.kernels import DEVICE, ON_GPU
 from tests.test_formats import on_hopper
 
 DIM, TILE = HEAD_DIM.value, KEY_TILE.value
-KV_HEADS, GROUP, NODES, SCALE = 2, 4, 3, DIM**-0.5
-FORMATS_AND_BLOCKS = [("int8", 64, 16), ("fp8", None, 32), ("fp8_e4m3", None, 64), ("int8", 128, 16)]
-"""Format, group size, block size."""
+GROUP, SCALE = 4, DIM**-0.5
+SHAPES = [
+    ("int8", 64, 16, 2, 3),
+    ("fp8", None, 32, 2, 4),
+    ("fp8_e4m3", None, 64, 3, 3),
+    ("int8", 128, 16, 1, 4),
+    ("int8", 8, 16, 3, 4),
+]
+"""Format, group size, block size, key heads, nodes."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences that are to decode `NODES` nodes each, with the slots [n] of each one's keys, its nodes' included."""
+    """Sequences that are to decode so many nodes each, with the slots [n] of each one's keys, its nodes' included."""
 
     q: Tensor
     pages: list[QuantizedPages]
     work: AttentionWork
     slots: list[Tensor]
+    nodes: int
 
     def attended(self, row: int, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """The state of a row's heads after some keys: maximum [H], weight [H] and weighted values [H, D]."""
-        slots = self.slots[row // NODES][first : max(first, end)]
+        slots = self.slots[row // self.nodes][first : max(first, end)]
         k, v = (load(page, slots, torch.bfloat16).repeat_interleave(GROUP, 1).float() for page in self.pages)
         scores = torch.einsum("hd,nhd->hn", self.q[row].float(), k) * (SCALE * 1.4426950408889634)
         m = scores.amax(1) if len(k) else torch.full((len(scores),), -torch.inf, device=scores.device)
@@ -45,9 +53,11 @@ class Batch:
         return m, p.sum(1), torch.einsum("hn,nhd->hd", p, v)
 
 
-def make_batch(kind: str, group: int | None, block_size: int, contexts: list[int], *, chains: bool) -> Batch:
+def make_batch(
+    kind: str, group: int | None, block_size: int, kv_heads: int, nodes: int, contexts: list[int], *, chains: bool
+) -> Batch:
     """Random queries, and values of many sizes; slots that aren't in use hold all bits, and scales that are NaN."""
-    lengths = [n + NODES for n in contexts]
+    lengths = [n + nodes for n in contexts]
     counts = [-(-n // block_size) for n in lengths]
     tables = torch.randperm(sum(counts)).split(counts)
     slots = [
@@ -55,41 +65,43 @@ def make_batch(kind: str, group: int | None, block_size: int, contexts: list[int
         for blocks, n in zip(tables, lengths, strict=True)
     ]
     how = FORMATS[kind].of_head_dim(DIM, group)
-    shape, used, pages = (sum(counts), block_size, KV_HEADS), torch.cat(slots), []
+    shape, used, pages = (sum(counts), block_size, kv_heads), torch.cat(slots), []
     for _ in range(2):
         codes = torch.full((*shape, how.code_width(DIM)), 0xFF, dtype=torch.uint8, device=DEVICE)
         scales = torch.full((*shape, how.num_scales(DIM)), torch.nan, dtype=SCALE_DTYPE, device=DEVICE)
         pages.append(QuantizedPages(codes, scales, how))
-        store(pages[-1], used, (torch.randn(len(used), KV_HEADS, DIM) * torch.randn(len(used), 1, 1).exp()).to(DEVICE))
+        store(pages[-1], used, (torch.randn(len(used), kv_heads, DIM) * torch.randn(len(used), 1, 1).exp()).to(DEVICE))
     table = torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True, padding_value=2**30).int().to(DEVICE)
-    ancestors = torch.tensor([(2 << i) - 1 for i in range(NODES)] * len(contexts), device=DEVICE)
+    ancestors = torch.tensor([(2 << i) - 1 for i in range(nodes)] * len(contexts), device=DEVICE)
     ancestors[-1] = 0  # padding
-    positions = torch.tensor([n + i for n in contexts for i in range(NODES)], device=DEVICE)
+    positions = torch.tensor([n + i for n in contexts for i in range(nodes)], device=DEVICE)
     lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    sizes = GROUP, KV_HEADS, DIM, max(contexts)
-    work = uniform_work(len(contexts), NODES, table, lens, positions, ancestors, *sizes, chains)
-    return Batch(torch.randn(len(positions), KV_HEADS * GROUP, DIM).bfloat16().to(DEVICE), pages, work, slots)
+    sizes = GROUP, kv_heads, DIM, max(contexts)
+    work = uniform_work(len(contexts), nodes, table, lens, positions, ancestors, *sizes, chains)
+    return Batch(torch.randn(len(positions), kv_heads * GROUP, DIM).bfloat16().to(DEVICE), pages, work, slots, nodes)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the next test is for it")
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize(("kind", "group", "block_size"), FORMATS_AND_BLOCKS)
-def test_states_of_splits(kind: str, group: int | None, block_size: int, chains: bool) -> None:
-    contexts = [200, 63, 0, 128, 321]
-    b = make_batch(kind, group, block_size, contexts, chains=chains)
-    splits = num_splits(max(contexts) + NODES)
-    m, total = (torch.full((splits, len(b.q), KV_HEADS * GROUP), torch.nan) for _ in range(2))
+@pytest.mark.parametrize(("kind", "group", "block_size", "kv_heads", "nodes"), SHAPES)
+def test_states_of_splits(
+    kind: str, group: int | None, block_size: int, kv_heads: int, nodes: int, chains: bool
+) -> None:
+    contexts = [200, 63, 0, 128, 450]
+    b = make_batch(kind, group, block_size, kv_heads, nodes, contexts, chains=chains)
+    splits = num_splits(max(contexts) + nodes)
+    m, total = (torch.full((splits, len(b.q), kv_heads * GROUP), torch.nan) for _ in range(2))
     acc = torch.full((*m.shape, DIM), torch.nan)
     work = b.work
     gluon_torch.launch(
-        direct_kernel, (len(work.tree_tiles), KV_HEADS, splits), b.q, *map(pointers, b.pages), m, total, acc,
+        direct_kernel, (len(work.tree_tiles), kv_heads, splits), b.q, *map(pointers, b.pages), m, total, acc,
         work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
-        work.block_table.stride(0), len(b.q), SCALE, chains, KV_HEADS * GROUP, KV_HEADS, block_size,
+        work.block_table.stride(0), len(b.q), SCALE, chains, kv_heads * GROUP, kv_heads, block_size,
         SMALL_SPLIT // TILE, NUM_SMALL, LARGE_SPLIT // TILE, False,
     )  # fmt: skip
     checked = 0
     for row in range(len(b.q) - 1):  # nobody reads the state of the padding behind them
-        sequence, node = divmod(row, NODES)
+        sequence, node = divmod(row, nodes)
         context = contexts[sequence]
         seen, read = (context + node + 1,) * 2 if chains else (context // TILE * TILE, context // TILE * TILE + 1)
         for split in range(-(-read // SMALL_SPLIT)):
@@ -105,11 +117,17 @@ def test_states_of_splits(kind: str, group: int | None, block_size: int, chains:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize(("kind", "group", "block_size"), FORMATS_AND_BLOCKS)
+@pytest.mark.parametrize(("kind", "group", "block_size", "kv_heads", "nodes"), SHAPES)
 def test_bits_are_those_of_the_kernels_that_take_codes_through_shared_memory(
-    kind: str, group: int | None, block_size: int, chains: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    group: int | None,
+    block_size: int,
+    kv_heads: int,
+    nodes: int,
+    chains: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    b = make_batch(kind, group, block_size, [200, 63, 0, 128, 5000], chains=chains)
+    b = make_batch(kind, group, block_size, kv_heads, nodes, [200, 63, 0, 128, 5000], chains=chains)
     want = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
     monkeypatch.setattr(direct, "MIN_CONTEXT", 0)
     launched = []
@@ -120,7 +138,7 @@ def test_bits_are_those_of_the_kernels_that_take_codes_through_shared_memory(
 
 @pytest.mark.skipif(ON_GPU, reason="the test before is for it")
 def test_chains_whose_splits_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    b = make_batch("int8", 64, 16, [200, 63, 321], chains=True)
+    b = make_batch("int8", 64, 16, 2, 3, [200, 63, 321], chains=True)
     monkeypatch.setattr(direct, "takes", lambda *args: True)
     monkeypatch.setattr(direct, "direct_kernel", InTorch())
     got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
@@ -137,14 +155,18 @@ class InTorch:
         return lambda *args, **options: gluon_torch.launch(direct_kernel, grid, *args)
 
 
-def test_codes_take_no_way_through_shared_memory() -> None:
-    """The compiler says so of each operand (`assert_trivial`); what is left is maxima and weights."""
-    [text] = on_hopper("""
+def test_shared_memory_holds_codes_and_no_values() -> None:
+    """That operands are in place already, the compiler says (`assert_trivial`); queries and weights are kept, too."""
+    [[(ttgir, ptx_text)]] = on_hopper("""
 from tests.hopper import COMPILED, attend
 attend("int8", 1, chains=True, direct=True)
-print([repr(made["ttgir"]) for name, made in COMPILED if name == "direct_kernel"])
+print([(str(made["ttgir"]), made["ptx"]) for name, made in COMPILED if name == "direct_kernel"])
 """)
-    assert "ttg.local_alloc" not in text[0] and "ttg.convert_layout" in text[0]
+    loaded = set(re.findall(r"ttg.local_load .* -> (tensor<\w+)", ttgir))
+    assert loaded == {"tensor<64x32xi32", "tensor<64x1xi32", "tensor<16x128xbf16", "tensor<16x64xbf16"}
+    assert set(re.findall(r"ttg.local_store .* : (tensor<\w+)", ttgir)) == {"tensor<16x64xbf16"}
+    copies = set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text))
+    assert copies == {"0x10", "0x4"}, "sixteen bytes of codes at once, and words of scales"
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_e4m3"])
@@ -159,12 +181,15 @@ def test_assembly_gives_the_values_of_the_format(kind: str) -> None:
         want = dequantize(codes, scales, how, torch.bfloat16).view(-1, 4)
         words = codes.view(torch.int32).flatten().long().numpy() & 0xFFFFFFFF
         bits = scales.view(torch.int16).flatten().long().repeat_interleave(2).numpy() & 0xFFFF
-        row = ptx.run(row_assembly(kind), "=h,=h,=h,=h,r,h", [words, bits])
-        assert torch.equal(as_values(row), want), "a word of one row"
-        inputs = [words, np.roll(words, 5), bits, bits]
-        pairs = ptx.run(pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,h,h", inputs)
-        assert torch.equal(as_values(pairs[::2]), want), "the first of two rows"
-        assert torch.equal(as_values(pairs[1::2]), want.roll(5, 0)), "the second"
+        other = bits ^ 0x1234
+        for upper in (0, 1):
+            two = other | bits << 16 if upper else bits | other << 16
+            row = ptx.run(row_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, two, np.int64(0x3232 if upper else 0x1010)])
+            assert torch.equal(as_values(row), want), "a word of one row"
+            inputs = [words, np.roll(words, 5), two, bits, np.int64(0x5432 if upper else 0x5410)]
+            pairs = ptx.run(pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", inputs)
+            assert torch.equal(as_values(pairs[::2]), want), "the first of two rows"
+            assert torch.equal(as_values(pairs[1::2]), want.roll(5, 0)), "the second"
 
 
 def as_values(outputs: Any) -> Tensor:

@@ -53,10 +53,10 @@ class _Call:
             options["maxnreg"] = MAX_REGISTERS[block]
         return options
 
-    def goes_direct(self, splits: int) -> bool:
+    @property
+    def goes_direct(self) -> bool:
         """Whether `direct` takes the place of the kernels that read the context of a tile of nodes."""
-        num_large = len(self.work.tree_tiles) * self.num_kv_heads * (splits - NUM_SMALL)
-        return direct.takes(self.q, self.pages[0], self.work, num_large, self.shape)
+        return direct.takes(self.q, self.pages[0], self.work, self.shape)
 
     @property
     def group_block(self) -> int:
@@ -130,7 +130,7 @@ def _run_chunks(call: _Call) -> None:
 def _run_trees(call: _Call) -> None:
     work, table, num_nodes = call.work, call.work.block_table, len(call.work.tree_rows)
     state, splits = _states(call)
-    if call.goes_direct(splits):
+    if call.goes_direct:
         direct.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
     else:
         context_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
@@ -149,7 +149,7 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
     work, num_rows = call.work, len(call.q)
     state, splits = _states(call)
     merges = work.tree_block <= MERGED_ROWS
-    if call.goes_direct(splits):
+    if call.goes_direct:
         merges = False
         direct.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
     else:

@@ -1,13 +1,14 @@
-"""Attention over quantized pages whose codes go from memory to where the tensor cores take them. In Gluon.
+"""Attention over quantized pages whose codes become values on their way to the tensor cores. In Gluon.
 
 `chain_kernel` and `context_kernel` bring codes to shared memory, from there to registers, as bf16 to shared memory
-again, and to the tensor cores. Here each thread loads, a tile ahead, the very codes that it hands to them, and shared
-memory holds nothing but weights. Which values of a row a thread holds is ours to choose, as long as the sixteen that a
-product sums at once stay the same: of a key it takes the four of a word, and so of a value; queries and sums are put in
-that order. The state of each split is left as those kernels leave it, for `merge_kernel` and `tail_kernel`.
+again, and to the tensor cores. Here tiles of codes are copied to shared memory ahead, and each thread takes from there
+the very codes that it hands to the tensor cores. Which values of a row a thread holds is ours to choose, as long as the
+sixteen that a product sums at once stay the same: of a key it takes the four of a word, and so of a value; queries and
+sums are put in that order. The state of each split is left as those kernels leave it, for `merge_kernel` and
+`tail_kernel`.
 
-The bits are those of the other kernels (`tests/test_direct.py`). With a lone long context it is the faster one; where
-many programs share a multiprocessor it isn't: it takes many registers, so that few of them do.
+The bits are those of the other kernels (`tests/test_direct.py`). It is for tiles of 16 rows: wider ones are faster by
+the others, which have instructions for 64 rows at once.
 """
 
 from collections.abc import Sequence
@@ -17,113 +18,137 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from specdec.kernels.gpu.launch import num_multiprocessors
 from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
 from specdec.kernels.work import AttentionWork
 
 ROWS, HEAD_DIM, KEY_TILE, WARPS = gl.constexpr(16), gl.constexpr(128), gl.constexpr(64), gl.constexpr(4)
 """Rows × grouped heads and keys of a tile, the size of a head and warps of a program that the layouts are made for."""
+STAGES, MAX_REGISTERS = gl.constexpr(2), 128
+"""Tiles that have room in shared memory, one that is read and those on their way, and registers of a thread: of 2 and
+3 stages, 112, 128 and 168 registers the fastest on an H200 (`benchmarks/results/direct_h200.json`)."""
 
 KINDS = ("int8", "fp8", "fp8_e4m3")
 """Formats whose codes it reads."""
-MIN_CONTEXT, AT_ONCE = 8192, 2
-"""It is taken for contexts from this length on, where their large splits are so few that all run at once: so many on
-each multiprocessor. Measured on an H200 with 1 to 8 sequences of 1,024 to 131,072 tokens."""
+MIN_CONTEXT = 4096
+"""It is taken for contexts from this length on. Measured on an H200 with 1 to 32 sequences of 1,024 to 131,072 tokens:
+in short ones, whose splits are two tiles each, `chain_kernel` is ahead, which merges them itself."""
 
 _SUM = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, WARPS.value], [16, 8]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUM.value, 2))
 _RIGHT = gl.constexpr(gl.DotOperandLayout(1, _SUM.value, 2))
+_SHAPE = gl.constexpr([KEY_TILE.value, HEAD_DIM.value // 4])
+"""A tile's words of four codes."""
 
+_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [WARPS.value, 1], [1, 0]))
+_KEPT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+"""Sixteen bytes of eight rows in a place of their own each: what lanes read at once never shares a bank."""
+_KEPT_LEFT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_KEPT_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
-@gluon.constexpr_function
-def _shape(block_size, groups):
-    """A tile's words of four codes: blocks, eights of a block, pairs of an eight, two, groups of a row, words of it."""
-    words = HEAD_DIM.value // 4
-    return [KEY_TILE.value // block_size, block_size // 8, 4, 2, groups, words // groups]
-
-
-@gluon.constexpr_function
-def _layout(registers, lanes, warps, block_size, groups):
-    """Where the words of a tile are; each argument lists (key, word) of 1, 2, 4, …."""
-    shape = _shape(block_size, groups)
-
-    def bases(steps):
-        return [
-            [k // block_size, k % block_size // 8, k % 8 // 2, k % 2, w // shape[5], w % shape[5]] for k, w in steps
-        ]
-
-    return gl.DistributedLinearLayout(
-        reg_bases=bases(registers), lane_bases=bases(lanes), warp_bases=bases(warps), block_bases=[], shape=shape
+# Where the words are that a thread hands over: (key, word) by 1, 2, 4, … of its registers, of the lanes, of the warps.
+# Of two keys every fourth word, which is four values of each sixteen that a product sums at once;
+_KEYS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 4], [0, 8], [0, 16], [32, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=_SHAPE.value,
     )
+)
+# one word of sixteen rows of values: four columns, and of each sixteen rows four.
+_VALUES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [8, 0], [16, 0], [32, 0]],
+        lane_bases=[[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[0, 8], [0, 16]],
+        block_bases=[],
+        shape=_SHAPE.value,
+    )
+)
 
 
 @gluon.constexpr_function
-def _key_layout(block_size, groups):
-    """A lane holds every fourth word of two keys: four values of each sixteen that a product takes."""
-    lanes = [(0, 1), (0, 2), (1, 0), (2, 0), (4, 0)]
-    return _layout([(0, 4), (0, 8), (0, 16), (32, 0)], lanes, [(8, 0), (16, 0)], block_size, groups)
+def _copy_scales(words):
+    """The layout in which a tile's words of two scales are copied: as many bytes a thread as a row has, up to 16."""
+    size = min(words, 4)
+    return gl.BlockedLayout([1, size], [32 * size // words, words // size], [WARPS.value, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def _value_layout(block_size, groups):
-    """A lane holds one word of sixteen values' rows: four columns, and of each sixteen rows four."""
-    lanes = [(2, 0), (4, 0), (0, 1), (0, 2), (0, 4)]
-    return _layout([(1, 0), (8, 0), (16, 0), (32, 0)], lanes, [(0, 8), (0, 16)], block_size, groups)
+def _scale_words(groups):
+    """Words of two scales that a row has, or that it stands in."""
+    return max(1, groups // 2)
 
 
 @gluon.constexpr_function
-def _only(dim, rank, layout):
-    """The layout of one dimension of a tensor."""
-    for i in reversed(range(rank)):
-        if i != dim:
-            layout = gl.SliceLayout(i, layout)
+def _only(dim, layout):
+    """The layout of one of a tensor's three dimensions."""
+    for other in reversed([i for i in range(3) if i != dim]):
+        layout = gl.SliceLayout(other, layout)
     return layout
 
 
 @gluon.jit
-def _along(x, dim: gl.constexpr, rank: gl.constexpr):
-    """A vector as one dimension of a tensor of a rank."""
-    for i in gl.static_range(rank):
-        if i != dim:
-            x = gl.expand_dims(x, i)
+def _along(x, dim: gl.constexpr):
+    """A vector as one dimension of a tensor of three."""
+    for other in gl.static_range(3):
+        if other != dim:
+            x = gl.expand_dims(x, other)
     return x
 
 
 @gluon.jit
-def _range(dim: gl.constexpr, rank: gl.constexpr, layout: gl.constexpr, shape: gl.constexpr, step: gl.constexpr):
-    """0, step, 2 step, … along a dimension."""
-    return _along(gl.arange(0, shape[dim], _only(dim, rank, layout)) * step, dim, rank)
+def _room(GROUPS: gl.constexpr):
+    """Shared memory for the words of a few tiles, and for those with their scales."""
+    codes = gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, HEAD_DIM // 4], _KEPT)
+    return codes, gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, _scale_words(GROUPS)], _KEPT_SCALES)
 
 
 @gluon.jit
-def _load(ptr, blocks, some, rank: gl.constexpr, layout: gl.constexpr, shape: gl.constexpr, ROW_SIZE: gl.constexpr):
-    """Words (rank 6) or scales (rank 5) of a tile, `ROW_SIZE` between places; nothing unless `some`."""
-    start = ptr + gl.convert_layout(blocks, _only(0, rank, layout)).to(gl.int64) * (shape[1] * 8 * ROW_SIZE)
-    inside = _range(2, rank, layout, shape, 2 * ROW_SIZE)
-    if rank == 6:
-        inside = inside + (_range(4, rank, layout, shape, shape[5]) + _range(5, rank, layout, shape, 1))
+def _after(stage):
+    """The stage behind one."""
+    return gl.where(stage + 1 == STAGES, 0, stage + 1)
+
+
+@gluon.jit
+def _blocks(table_at, tile, num_blocks, layout: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The blocks that a tile's keys are in, of the first `num_blocks` under a table: [KEY_TILE] int32, others 0."""
+    at = tile * (KEY_TILE // BLOCK_SIZE) + gl.arange(0, KEY_TILE, gl.SliceLayout(1, layout)) // BLOCK_SIZE
+    return gl.load(table_at + at, mask=at < num_blocks, other=0)
+
+
+@gluon.jit
+def _copy(to, ptr, blocks, within, some, layout: gl.constexpr, BLOCK: gl.constexpr, WORDS: gl.constexpr):
+    """Start to copy WORDS words of each key of a tile, a block's BLOCK from the next one's; nothing unless `some`."""
+    words = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
+    at = blocks.to(gl.int64) * BLOCK + within
+    async_copy.async_copy_global_to_shared(to, ptr + at[:, None] + words[None, :], mask=some)
+
+
+@gluon.jit
+def _upper(words, head, G: gl.constexpr, GROUPS: gl.constexpr):
+    """Whether a code's scale is the upper half of its word: of [KEY_TILE, W, words that share one], 0 or 1."""
+    layout: gl.constexpr = words.type.layout
+    if GROUPS == 1:
+        key = gl.arange(0, KEY_TILE, _only(0, layout))
+        upper = _along((key * G + head) % 2, 0)
     else:
-        inside = inside + _range(4, rank, layout, shape, 1)
-    # Last and by itself what a thread's own values differ by: constants, which loads take as they are.
-    apart = _range(1, rank, layout, shape, 8 * ROW_SIZE) + _range(3, rank, layout, shape, ROW_SIZE)
-    return gl.load(_along(start, 0, rank) + inside + apart, mask=some)
+        PER_GROUP: gl.constexpr = HEAD_DIM // 4 // GROUPS
+        word = gl.arange(0, 2 * PER_GROUP, _only(2, layout))
+        upper = _along(word // PER_GROUP, 2)
+    upper, _ = gl.broadcast(upper, words)
+    return upper
 
 
 @gluon.jit
-def _blocks(table_at, tile, end, layout: gl.constexpr, NUM: gl.constexpr):
-    """Blocks of a tile; whole tiles before `end` have them all."""
-    return gl.load(table_at + tile * NUM + gl.arange(0, NUM, layout), mask=tile < end, other=0)
-
-
-@gluon.jit
-def _keys(words, scales, kind: gl.constexpr):
+def _keys(words, scales, upper, kind: gl.constexpr):
     """[HEAD_DIM, KEY_TILE] bf16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
-    scales, _ = gl.broadcast(gl.expand_dims(scales, 5), words)
     a, b, c, d = gl.inline_asm_elementwise(
-        row_assembly(kind), "=h,=h,=h,=h,r,h", [words, scales], pack=1, is_pure=True,
+        row_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, scales, upper * 0x2222 + 0x1010], pack=1, is_pure=True,
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
     )  # fmt: skip
     x = gl.join(gl.join(a, b), gl.join(c, d))  # [..., 2 within a pair, 2 pairs]
@@ -132,14 +157,15 @@ def _keys(words, scales, kind: gl.constexpr):
 
 
 @gluon.jit
-def _values(words, scales, kind: gl.constexpr):
+def _values(words, scales, upper, kind: gl.constexpr):
     """[KEY_TILE, HEAD_DIM] bf16, the columns in the order 0, 4, …, 124, 1, 5, …."""
-    scales, _ = gl.broadcast(gl.expand_dims(scales, 5), words)
-    shape: gl.constexpr = [KEY_TILE // 2, 2, HEAD_DIM // 4]
-    even, odd = gl.split(gl.permute(gl.reshape(words, shape), (0, 2, 1)))
-    of_even, of_odd = gl.split(gl.permute(gl.reshape(scales, shape), (0, 2, 1)))
+    even, odd = _of_pairs(words)
+    of_even, of_odd = _of_pairs(scales)
+    even_upper, odd_upper = _of_pairs(upper)
+    select = even_upper * 0x22 + odd_upper * 0x2200 + 0x5410
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,h,h", [even, odd, of_even, of_odd], pack=1, is_pure=True,
+        pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", [even, odd, of_even, of_odd, select], pack=1,
+        is_pure=True,
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
     )  # fmt: skip
     first, second = gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h))
@@ -148,12 +174,69 @@ def _values(words, scales, kind: gl.constexpr):
 
 
 @gluon.jit
-def _weights(s, m):
+def _of_pairs(x):
+    """Those of a tile's even keys, and of its odd ones: [KEY_TILE / 2, words] each."""
+    return gl.split(gl.permute(gl.reshape(x, [KEY_TILE // 2, 2, HEAD_DIM // 4]), (0, 2, 1)))
+
+
+@gluon.jit
+def _weights(kept, s, m):
     """Weights of a tile's keys as a product takes them, what earlier ones are worth beside them, the new maximum."""
     top = gl.maximum(m, gl.max(s, 1))
     finite = gl.where(top == float("-inf"), 0.0, top)
-    p = gl.convert_layout(gl.exp2(s - finite[:, None]).to(gl.bfloat16), _LEFT)
-    return p, gl.exp2(m - finite), top
+    kept.store(gl.exp2(s - finite[:, None]).to(gl.bfloat16))
+    return kept.load(_LEFT), gl.exp2(m - finite), top
+
+
+@gluon.jit
+def _fetch(kept, pages, head, blocks, scale_blocks, stage, some, BLOCK_SIZE: gl.constexpr, G: gl.constexpr):
+    """Start to copy a tile's codes and scales to a stage, from blocks as the two kinds of copies want them."""
+    GROUPS: gl.constexpr = HEAD_DIM // pages.group
+    WORDS: gl.constexpr = HEAD_DIM // 4
+    codes = pages.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
+    scales = pages.scales.to(gl.pointer_type(gl.uint32), bitcast=True)
+    row = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _COPY)) % BLOCK_SIZE * G + head
+    _copy(kept[0].index(stage), codes, blocks, row * WORDS, some, _COPY, BLOCK_SIZE * G * WORDS, WORDS)
+    SCALES: gl.constexpr = _copy_scales(_scale_words(GROUPS))
+    row = gl.arange(0, KEY_TILE, gl.SliceLayout(1, SCALES)) % BLOCK_SIZE * G + head
+    if GROUPS == 1:  # a word is of two rows, and blocks hold an even number
+        _copy(kept[1].index(stage), scales, scale_blocks, row // 2, some, SCALES, BLOCK_SIZE * G // 2, 1)
+    else:
+        HALF: gl.constexpr = GROUPS // 2
+        _copy(kept[1].index(stage), scales, scale_blocks, row * HALF, some, SCALES, BLOCK_SIZE * G * HALF, HALF)
+
+
+@gluon.jit
+def _blocks_of(table_at, tile, num_blocks, BLOCK_SIZE: gl.constexpr, GROUPS: gl.constexpr):
+    """The blocks of a tile, as the copies of codes want them and as those of scales do."""
+    SCALES: gl.constexpr = _copy_scales(_scale_words(GROUPS))
+    codes = _blocks(table_at, tile, num_blocks, _COPY, BLOCK_SIZE)
+    return codes, _blocks(table_at, tile, num_blocks, SCALES, BLOCK_SIZE)
+
+
+@gluon.jit
+def _fetch_both(kept, k_pages, v_pages, head, blocks, stage, some, BLOCK_SIZE: gl.constexpr, G: gl.constexpr):
+    """Start to copy a tile's keys and values to a stage, as a group of its own."""
+    _fetch(kept[0], k_pages, head, blocks[0], blocks[1], stage, some, BLOCK_SIZE, G)
+    _fetch(kept[1], v_pages, head, blocks[0], blocks[1], stage, some, BLOCK_SIZE, G)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _take(kept, stage, layout: gl.constexpr, GROUPS: gl.constexpr):
+    """A tile's words and, beside each, that with its scale: [KEY_TILE, W, words of two groups] each."""
+    WORDS: gl.constexpr = HEAD_DIM // 4
+    W: gl.constexpr = _scale_words(GROUPS)
+    words = gl.reshape(kept[0].index(stage).load(layout), [KEY_TILE, W, WORDS // W])
+    scales = kept[1].index(stage).load(gl.SliceLayout(2, words.type.layout))
+    return words, gl.expand_dims(scales, 2)
+
+
+@gluon.jit
+def _beside(scales, words):
+    """Scales that stand once, at each of the words that they are of."""
+    scales, _ = gl.broadcast(scales, words)
+    return scales
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_states"])
@@ -168,14 +251,6 @@ def direct_kernel(
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
     GROUPS: gl.constexpr = D // k_pages.group
-    SHAPE: gl.constexpr = _shape(BLOCK_SIZE, GROUPS)
-    KEYS: gl.constexpr = _key_layout(BLOCK_SIZE, GROUPS)
-    VALUES: gl.constexpr = _value_layout(BLOCK_SIZE, GROUPS)
-    KEY_SCALES: gl.constexpr = gl.SliceLayout(5, KEYS)
-    VALUE_SCALES: gl.constexpr = gl.SliceLayout(5, VALUES)
-    KEY_BLOCKS: gl.constexpr = _only(0, 6, KEYS)
-    VALUE_BLOCKS: gl.constexpr = _only(0, 6, VALUES)
-    WORDS: gl.constexpr = G * D // 4
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -202,64 +277,62 @@ def direct_kernel(
     if from_tile < end if CHAINS else from_tile <= end:
         to_tile = gl.minimum(to_tile, end)
         whole = gl.minimum(to_tile, whole)
+        num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
+        table_at = table_ptr + sequence.to(gl.int64) * table_stride
+        kept = _room(GROUPS), _room(GROUPS)
+        for ahead in gl.static_range(STAGES - 1):
+            tile = from_tile + ahead
+            blocks = _blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS)
+            _fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G)
+        blocks = _blocks_of(table_at, from_tile + (STAGES - 1), num_blocks, BLOCK_SIZE, GROUPS)
         at = gl.arange(0, ROWS, gl.SliceLayout(1, _LEFT))
         k = gl.arange(0, D, gl.SliceLayout(0, _LEFT))
         of_key = k // 16 * 16 + k % 8 // 2 * 4 + k // 8 % 2 * 2 + k % 2  # the order of `_keys`
         q_at = ((first_row + at // GROUP).to(gl.int64) * H + kv_head * GROUP + at % GROUP) * D
         q = gl.load(q_ptr + q_at[:, None] + of_key[None, :], mask=(at // GROUP < count)[:, None], other=0.0)
-        table_at = table_ptr + sequence.to(gl.int64) * table_stride
-        k_codes = k_pages.codes.to(gl.pointer_type(gl.uint32), bitcast=True) + kv_head * (D // 4)
-        v_codes = v_pages.codes.to(gl.pointer_type(gl.uint32), bitcast=True) + kv_head * (D // 4)
-        k_scales, v_scales = k_pages.scales + kv_head * GROUPS, v_pages.scales + kv_head * GROUPS
+        q_kept = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], _KEPT_LEFT, q)
+        p_kept = gl.allocate_shared_memory(gl.bfloat16, [ROWS, TILE], _KEPT_LEFT)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _SUM))
         total = gl.zeros([ROWS, 8 * WARPS], gl.float32, _SUM)
         acc = gl.zeros([ROWS, D], gl.float32, _SUM)
         ones = gl.full([TILE, 8 * WARPS], 1.0, gl.bfloat16, _RIGHT)
         factor = scale * 1.4426950408889634
         none = gl.zeros([ROWS, TILE], gl.float32, _SUM)
-        # Codes are a tile ahead, and the blocks that they are in two.
-        more = from_tile < whole
-        key_blocks = _blocks(table_at, from_tile, whole, KEY_BLOCKS, SHAPE[0])
-        value_blocks = _blocks(table_at, from_tile, whole, VALUE_BLOCKS, SHAPE[0])
-        key_words = _load(k_codes, key_blocks, more, 6, KEYS, SHAPE, WORDS)
-        key_scales = _load(k_scales, key_blocks, more, 5, KEY_SCALES, SHAPE, G * GROUPS)
-        value_words = _load(v_codes, value_blocks, more, 6, VALUES, SHAPE, WORDS)
-        value_scales = _load(v_scales, value_blocks, more, 5, VALUE_SCALES, SHAPE, G * GROUPS)
-        key_blocks = _blocks(table_at, from_tile + 1, whole, KEY_BLOCKS, SHAPE[0])
-        value_blocks = _blocks(table_at, from_tile + 1, whole, VALUE_BLOCKS, SHAPE[0])
+        stage, free = from_tile * 0, from_tile * 0 + (STAGES - 1)
         for tile in range(from_tile, whole):
-            more = tile + 1 < whole
-            keys = _keys(key_words, key_scales, k_pages.kind)
-            key_words = _load(k_codes, key_blocks, more, 6, KEYS, SHAPE, WORDS)
-            key_scales = _load(k_scales, key_blocks, more, 5, KEY_SCALES, SHAPE, G * GROUPS)
-            p, keep, m = _weights(mma_v2(q, keys, none) * factor, m)
-            values = _values(value_words, value_scales, v_pages.kind)
-            value_words = _load(v_codes, value_blocks, more, 6, VALUES, SHAPE, WORDS)
-            value_scales = _load(v_scales, value_blocks, more, 5, VALUE_SCALES, SHAPE, G * GROUPS)
-            key_blocks = _blocks(table_at, tile + 2, whole, KEY_BLOCKS, SHAPE[0])
-            value_blocks = _blocks(table_at, tile + 2, whole, VALUE_BLOCKS, SHAPE[0])
+            async_copy.wait_group(STAGES - 2)
+            k_words, k_scales = _take(kept[0], stage, _KEYS, GROUPS)
+            v_words, v_scales = _take(kept[1], stage, _VALUES, GROUPS)
+            _fetch_both(kept, k_pages, v_pages, kv_head, blocks, free, tile + (STAGES - 1) < to_tile, BLOCK_SIZE, G)
+            blocks = _blocks_of(table_at, tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
+            keys = _keys(k_words, _beside(k_scales, k_words), _upper(k_words, kv_head, G, GROUPS), k_pages.kind)
+            p, keep, m = _weights(p_kept, mma_v2(q_kept.load(_LEFT), keys, none) * factor, m)
+            values = _values(v_words, _beside(v_scales, v_words), _upper(v_words, kv_head, G, GROUPS), v_pages.kind)
             total = mma_v2(p, ones, total * keep[:, None])
             acc = mma_v2(p, values, acc * keep[:, None])
+            free = stage
+            stage = _after(stage)
         for tile in range(gl.maximum(from_tile, whole), to_tile):
-            first_key = tile * TILE
-            of_keys, of_values = gl.arange(0, SHAPE[0], KEY_BLOCKS), gl.arange(0, SHAPE[0], VALUE_BLOCKS)
-            there = (last - first_key) // BLOCK_SIZE  # the last of the tile's blocks that is in use
-            key_blocks = gl.load(table_at + tile * SHAPE[0] + of_keys, mask=of_keys <= there, other=0)
-            value_blocks = gl.load(table_at + tile * SHAPE[0] + of_values, mask=of_values <= there, other=0)
-            key_words = _load(k_codes, key_blocks, True, 6, KEYS, SHAPE, WORDS)
-            key_scales = _load(k_scales, key_blocks, True, 5, KEY_SCALES, SHAPE, G * GROUPS)
-            key = first_key + gl.arange(0, TILE, gl.SliceLayout(0, _SUM))
-            s = mma_v2(q, _keys(key_words, key_scales, k_pages.kind), none) * factor
-            p, keep, m = _weights(gl.where(key[None, :] <= position[:, None], s, float("-inf")), m)
-            value_words = _load(v_codes, value_blocks, True, 6, VALUES, SHAPE, WORDS)
-            value_scales = _load(v_scales, value_blocks, True, 5, VALUE_SCALES, SHAPE, G * GROUPS)
+            async_copy.wait_group(STAGES - 2)
+            k_words, k_scales = _take(kept[0], stage, _KEYS, GROUPS)
+            v_words, v_scales = _take(kept[1], stage, _VALUES, GROUPS)
+            _fetch_both(kept, k_pages, v_pages, kv_head, blocks, free, tile + (STAGES - 1) < to_tile, BLOCK_SIZE, G)
+            blocks = _blocks_of(table_at, tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
+            keys = _keys(k_words, _beside(k_scales, k_words), _upper(k_words, kv_head, G, GROUPS), k_pages.kind)
+            key = gl.arange(0, TILE, gl.SliceLayout(0, _SUM))
+            s = mma_v2(q_kept.load(_LEFT), keys, none) * factor
+            p, keep, m = _weights(
+                p_kept, gl.where(key[None, :] <= (position - tile * TILE)[:, None], s, float("-inf")), m
+            )
             # A weight of 0 makes nothing of what stands in a slot that isn't in use, unless its scale is infinite.
-            place = _range(0, 5, VALUE_SCALES, SHAPE, BLOCK_SIZE) + _range(1, 5, VALUE_SCALES, SHAPE, 8)
-            place = place + _range(2, 5, VALUE_SCALES, SHAPE, 2) + _range(3, 5, VALUE_SCALES, SHAPE, 1)
-            place, _ = gl.broadcast(place, value_scales)
-            value_scales = gl.where(place <= last - first_key, value_scales, 0.0)
+            place, _ = gl.broadcast(_along(gl.arange(0, TILE, _only(0, v_words.type.layout)), 0), v_words)
+            v_scales = gl.where(place <= last - tile * TILE, _beside(v_scales, v_words), 0)
+            values = _values(v_words, v_scales, _upper(v_words, kv_head, G, GROUPS), v_pages.kind)
             total = mma_v2(p, ones, total * keep[:, None])
-            acc = mma_v2(p, _values(value_words, value_scales, v_pages.kind), acc * keep[:, None])
+            acc = mma_v2(p, values, acc * keep[:, None])
+            free = stage
+            stage = _after(stage)
+        async_copy.wait_group(0)
         state = (split * num_states + first_node + lane // GROUP).to(gl.int64) * H + kv_head * GROUP + lane % GROUP
         gl.store(m_ptr + state, m, mask=ok)
         gl.store(total_ptr + state, gl.max(total, 1), mask=ok)  # all columns are the same
@@ -272,14 +345,13 @@ def direct_kernel(
         gl.store(acc_at, acc, mask=(of_out // GROUP < count)[:, None])
 
 
-def takes(q: Tensor, pages: PagePointers, work: AttentionWork, num_large: int, sizes: dict[str, object]) -> bool:
+def takes(q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, object]) -> bool:
     """Return whether this kernel is the faster one for a batch, of those that it is made for.
 
     Args:
         q: [N, num_heads, D].
         pages: the keys'.
         work: the batch.
-        num_large: how many large splits of tiles and key heads there are, empty ones included.
         sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
     """
     made_for = (
@@ -291,7 +363,7 @@ def takes(q: Tensor, pages: PagePointers, work: AttentionWork, num_large: int, s
         and not sizes["SOFTCAP"]
         and not sizes["WINDOW"]
     )
-    return bool(made_for) and work.max_context >= MIN_CONTEXT and num_large <= AT_ONCE * num_multiprocessors(q.device)
+    return bool(made_for) and work.max_context >= MIN_CONTEXT
 
 
 def attend(
@@ -313,6 +385,6 @@ def attend(
     direct_kernel[(len(work.tree_tiles), sizes["G"], num_splits)](
         q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
         work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
-        *(sizes[name] for name in names), num_warps=WARPS.value, maxnreg=200, enable_fp_fusion=False,
-        launch_pdl=sizes["PDL"],
+        *(sizes[name] for name in names), num_warps=WARPS.value, maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=False, launch_pdl=sizes["PDL"],
     )  # fmt: skip

@@ -36,10 +36,3 @@ def overlap(device: torch.device) -> dict[str, bool]:
     """Return the launch options of a kernel that calls `wait_for_inputs`: on Hopper GPUs and later it starts early."""
     early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": early, "launch_pdl": early}
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has."""
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count

@@ -97,16 +97,19 @@ def unpack4(codes, scale, zero):
 
 @triton.constexpr_function
 def row_assembly(kind):
-    """PTX: $0 to $3 become the values of a word of codes, $4, by its scale, $5."""
+    """PTX: $0 to $3 become the values of a word of codes, $4, by their scale: two bytes of $5, which $6 says twice."""
     body = _values("$4", "$4", [(0, 1), (2, 3)], kind)
-    return "\n".join(["{", _declared(kind), "mov.b32 s, {$5, $5};", *body, "}"])
+    return "\n".join(["{", _declared(kind), "prmt.b32 s, $5, 0, $6;", *body, "}"])
 
 
 @triton.constexpr_function
 def pairs_assembly(kind):
-    """PTX: $0, $2, $4 and $6 become the values of a word, $8, by its scale, $10; those between of $9 by $11."""
+    """PTX: $0, $2, $4 and $6 become the values of a word, $8, those between of $9.
+
+    Their scales are two bytes of $10 and two of $11, which $12 says.
+    """
     body = _values("$8", "$9", [(0, 4), (1, 5), (2, 6), (3, 7)], kind)
-    return "\n".join(["{", _declared(kind), "mov.b32 s, {$10, $11};", *body, "}"])
+    return "\n".join(["{", _declared(kind), "prmt.b32 s, $10, $11, $12;", *body, "}"])
 
 
 @triton.constexpr_function
