@@ -151,7 +151,8 @@ class OutputFile(click.Path):
 def given_command() -> str:
     """Return the running command as it was given, such as "specdec train medusa --out=heads"; a shell takes it back."""
     context = click.get_current_context()
-    words, arguments = ["specdec", *context.command_path.split()[1:]], []
+    words = ["specdec", *context.command_path.split()[1:]]
+    arguments: list[str] = []
     for param in context.command.params:
         if param.name and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
             value = context.params[param.name]
