@@ -118,7 +118,7 @@ def test_states_of_splits(
 @pytest.mark.gpu
 @pytest.mark.parametrize("chains", [True, False])
 @pytest.mark.parametrize(("kind", "group", "block_size", "kv_heads", "nodes"), SHAPES)
-def test_bits_are_those_of_the_kernels_that_take_codes_through_shared_memory(
+def test_bits_are_those_of_the_kernels_that_keep_values(
     kind: str,
     group: int | None,
     block_size: int,
