@@ -48,27 +48,20 @@ _KEPT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _KEPT_LEFT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _KEPT_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
-# Where the words are that a thread hands over: (key, word) by 1, 2, 4, … of its registers, of the lanes, of the warps.
-# Of two keys every fourth word, which is four values of each sixteen that a product sums at once;
+
+def _words(registers: list[list[int]], lanes: list[list[int]], warps: list[list[int]]) -> gl.DistributedLinearLayout:
+    """Where a tile's words are: (key, word) by 1, 2, 4, … of a thread's registers, of the lanes, of the warps."""
+    return gl.DistributedLinearLayout(registers, lanes, warps, block_bases=[], shape=_SHAPE.value)
+
+
 _KEYS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 4], [0, 8], [0, 16], [32, 0]],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=_SHAPE.value,
-    )
+    _words([[0, 4], [0, 8], [0, 16], [32, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]])
 )
-# one word of sixteen rows of values: four columns, and of each sixteen rows four.
+"""A thread hands over every fourth word of two keys: of each sixteen values that a product sums at once four."""
 _VALUES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], [8, 0], [16, 0], [32, 0]],
-        lane_bases=[[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
-        warp_bases=[[0, 8], [0, 16]],
-        block_bases=[],
-        shape=_SHAPE.value,
-    )
+    _words([[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]])
 )
+"""A thread hands over one word of sixteen rows: four columns, and of each sixteen rows four."""
 
 
 @gluon.constexpr_function
@@ -239,6 +232,53 @@ def _beside(scales, words):
     return scales
 
 
+@gluon.jit
+def _attend(
+    first, end, state, left, right, k_pages, v_pages, head, scale,
+    MASKED: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Put tiles behind those before, and start to copy what follows them.
+
+    Args:
+        first, end: which tiles.
+        state: maximum [ROWS], sum of weights [ROWS, n], weighted values [ROWS, HEAD_DIM], the blocks of the tile that
+            is to be copied next, the stage of the first tile, and the one that is free.
+        left: the queries, and room for a tile's weights.
+        right: the stages, where the table starts, its number of blocks, where the copies end, the last key that any row
+            sees, and that of each row.
+        MASKED: whether rows may see a part of a tile only.
+    """
+    m, total, acc, blocks, stage, free = state
+    q_kept, p_kept = left
+    kept, table_at, num_blocks, to_tile, last, position = right
+    GROUPS: gl.constexpr = HEAD_DIM // k_pages.group
+    ones = gl.full([KEY_TILE, 8 * WARPS], 1.0, gl.bfloat16, _RIGHT)
+    none = gl.zeros([ROWS, KEY_TILE], gl.float32, _SUM)
+    factor = scale * 1.4426950408889634
+    for tile in range(first, end):
+        async_copy.wait_group(STAGES - 2)
+        k_words, k_scales = _take(kept[0], stage, _KEYS, GROUPS)
+        v_words, v_scales = _take(kept[1], stage, _VALUES, GROUPS)
+        _fetch_both(kept, k_pages, v_pages, head, blocks, free, tile + (STAGES - 1) < to_tile, BLOCK_SIZE, G)
+        blocks = _blocks_of(table_at, tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
+        keys = _keys(k_words, _beside(k_scales, k_words), _upper(k_words, head, G, GROUPS), k_pages.kind)
+        s = mma_v2(q_kept.load(_LEFT), keys, none) * factor
+        if MASKED:
+            key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, _SUM))
+            s = gl.where(key[None, :] <= (position - tile * KEY_TILE)[:, None], s, float("-inf"))
+        p, keep, m = _weights(p_kept, s, m)
+        v_scales = _beside(v_scales, v_words)
+        if MASKED:  # a weight of 0 makes nothing of what stands in a slot not in use, unless its scale is infinite
+            place, _ = gl.broadcast(_along(gl.arange(0, KEY_TILE, _only(0, v_words.type.layout)), 0), v_words)
+            v_scales = gl.where(place <= last - tile * KEY_TILE, v_scales, 0)
+        values = _values(v_words, v_scales, _upper(v_words, head, G, GROUPS), v_pages.kind)
+        total = mma_v2(p, ones, total * keep[:, None])
+        acc = mma_v2(p, values, acc * keep[:, None])
+        free = stage
+        stage = _after(stage)
+    return m, total, acc, blocks, stage, free
+
+
 @gluon.jit(do_not_specialize=["table_stride", "num_states"])
 def direct_kernel(
     q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
@@ -290,52 +330,23 @@ def direct_kernel(
         of_key = k // 16 * 16 + k % 8 // 2 * 4 + k // 8 % 2 * 2 + k % 2  # the order of `_keys`
         q_at = ((first_row + at // GROUP).to(gl.int64) * H + kv_head * GROUP + at % GROUP) * D
         q = gl.load(q_ptr + q_at[:, None] + of_key[None, :], mask=(at // GROUP < count)[:, None], other=0.0)
-        q_kept = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], _KEPT_LEFT, q)
-        p_kept = gl.allocate_shared_memory(gl.bfloat16, [ROWS, TILE], _KEPT_LEFT)
+        left = (
+            gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], _KEPT_LEFT, q),
+            gl.allocate_shared_memory(gl.bfloat16, [ROWS, TILE], _KEPT_LEFT),
+        )
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _SUM))
         total = gl.zeros([ROWS, 8 * WARPS], gl.float32, _SUM)
         acc = gl.zeros([ROWS, D], gl.float32, _SUM)
-        ones = gl.full([TILE, 8 * WARPS], 1.0, gl.bfloat16, _RIGHT)
-        factor = scale * 1.4426950408889634
-        none = gl.zeros([ROWS, TILE], gl.float32, _SUM)
-        stage, free = from_tile * 0, from_tile * 0 + (STAGES - 1)
-        for tile in range(from_tile, whole):
-            async_copy.wait_group(STAGES - 2)
-            k_words, k_scales = _take(kept[0], stage, _KEYS, GROUPS)
-            v_words, v_scales = _take(kept[1], stage, _VALUES, GROUPS)
-            _fetch_both(kept, k_pages, v_pages, kv_head, blocks, free, tile + (STAGES - 1) < to_tile, BLOCK_SIZE, G)
-            blocks = _blocks_of(table_at, tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
-            keys = _keys(k_words, _beside(k_scales, k_words), _upper(k_words, kv_head, G, GROUPS), k_pages.kind)
-            p, keep, m = _weights(p_kept, mma_v2(q_kept.load(_LEFT), keys, none) * factor, m)
-            values = _values(v_words, _beside(v_scales, v_words), _upper(v_words, kv_head, G, GROUPS), v_pages.kind)
-            total = mma_v2(p, ones, total * keep[:, None])
-            acc = mma_v2(p, values, acc * keep[:, None])
-            free = stage
-            stage = _after(stage)
-        for tile in range(gl.maximum(from_tile, whole), to_tile):
-            async_copy.wait_group(STAGES - 2)
-            k_words, k_scales = _take(kept[0], stage, _KEYS, GROUPS)
-            v_words, v_scales = _take(kept[1], stage, _VALUES, GROUPS)
-            _fetch_both(kept, k_pages, v_pages, kv_head, blocks, free, tile + (STAGES - 1) < to_tile, BLOCK_SIZE, G)
-            blocks = _blocks_of(table_at, tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
-            keys = _keys(k_words, _beside(k_scales, k_words), _upper(k_words, kv_head, G, GROUPS), k_pages.kind)
-            key = gl.arange(0, TILE, gl.SliceLayout(0, _SUM))
-            s = mma_v2(q_kept.load(_LEFT), keys, none) * factor
-            p, keep, m = _weights(
-                p_kept, gl.where(key[None, :] <= (position - tile * TILE)[:, None], s, float("-inf")), m
-            )
-            # A weight of 0 makes nothing of what stands in a slot that isn't in use, unless its scale is infinite.
-            place, _ = gl.broadcast(_along(gl.arange(0, TILE, _only(0, v_words.type.layout)), 0), v_words)
-            v_scales = gl.where(place <= last - tile * TILE, _beside(v_scales, v_words), 0)
-            values = _values(v_words, v_scales, _upper(v_words, kv_head, G, GROUPS), v_pages.kind)
-            total = mma_v2(p, ones, total * keep[:, None])
-            acc = mma_v2(p, values, acc * keep[:, None])
-            free = stage
-            stage = _after(stage)
+        state = m, total, acc, blocks, from_tile * 0, from_tile * 0 + (STAGES - 1)
+        right = kept, table_at, num_blocks, to_tile, last, position
+        state = _attend(from_tile, whole, state, left, right, k_pages, v_pages, kv_head, scale, False, G, BLOCK_SIZE)
+        rest = gl.maximum(from_tile, whole)
+        state = _attend(rest, to_tile, state, left, right, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)
+        m, total, acc, _, _, _ = state
         async_copy.wait_group(0)
-        state = (split * num_states + first_node + lane // GROUP).to(gl.int64) * H + kv_head * GROUP + lane % GROUP
-        gl.store(m_ptr + state, m, mask=ok)
-        gl.store(total_ptr + state, gl.max(total, 1), mask=ok)  # all columns are the same
+        to = (split * num_states + first_node + lane // GROUP).to(gl.int64) * H + kv_head * GROUP + lane % GROUP
+        gl.store(m_ptr + to, m, mask=ok)
+        gl.store(total_ptr + to, gl.max(total, 1), mask=ok)  # all columns are the same
         acc = gl.reshape(gl.permute(gl.reshape(acc, [ROWS, 4, D // 4]), (0, 2, 1)), [ROWS, D])  # the order of `_values`
         OUT: gl.constexpr = acc.type.layout
         of_out = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
