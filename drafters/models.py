@@ -36,7 +36,7 @@ def load_draft_model(
         ModelNotFound, UnsupportedModel, CheckpointError: the model can't be used.
     """
     loaded = load(path, dtype=target.dtype, device=target.device, tokenizer=tokenizer)
-    model = make_target(loaded.model)
+    model = make_target(loaded.model, prepack=None)
     _check_vocabulary(target, loaded.tokenizer, model.vocab_size, loaded.name)
     return DraftModelDrafter(model, target.vocab_size, _widths(num_speculative_tokens, widths))
 

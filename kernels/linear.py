@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from specdec.kernels.activation import act_mul
+from specdec.kernels.prepack import prepacked_linear
 
 MANY_ROWS = 192
 """With so many rows packing the weight costs less than turning the result around."""
@@ -18,12 +19,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Args:
         x: [N, in].
-        weight: [out, in], same dtype.
+        weight: [out, in], same dtype; or what `specdec.kernels.prepack` makes of it.
         bias: [out] or None.
 
     Returns:
         [N, out], contiguous.
     """
+    if weight.is_mkldnn:
+        return prepacked_linear(x, weight, bias)
     n = x.shape[0]
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or n >= MANY_ROWS:
         return F.linear(x, weight, bias)

@@ -63,7 +63,7 @@ def build_engine(
         UnsupportedModel, CheckpointError: the model or the heads can't be used.
         ConfigError: an option is unknown or out of bounds, or the file of the cost table is broken.
     """
-    packed = packed or make_target(model, config.deterministic)
+    packed = packed or make_target(model, config.deterministic, config.prepack)
     engine = Engine(
         packed,
         make_drafter(drafter, draft_target(model, packed, tokenizer), **(drafter_options or {})),
@@ -73,7 +73,7 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         num_real_tokens=min(packed.vocab_size, num_real_tokens or packed.vocab_size),
         seed=seed,
-        cost_table=_cost_table(cost_table, model, config),
+        cost_table=_cost_table(cost_table, model, config, packed.prepacked),
     )
     if engine.pages.layout.format is not None:
         report = check_cache(packed, engine.pages.layout, tokenizer)
@@ -107,24 +107,28 @@ def draft_target(
     )
 
 
-def cost_key(model: PreTrainedModel, deterministic: bool = True, kv_cache: str = "auto") -> CostKey:
+def cost_key(
+    model: PreTrainedModel, deterministic: bool = True, kv_cache: str = "auto", prepacked: bool = False
+) -> CostKey:
     """Return what a cost table must have been measured for to be true of a model as it is loaded here.
 
     Args:
         model: the model.
         deterministic, kv_cache: as in `CostKey`.
+        prepacked: whether what runs it multiplies by prepacked weights.
     """
-    dtype = "-".join([str(model.dtype).removeprefix("torch."), *quantized_how(model)])
+    how = [*quantized_how(model), *(["prepacked"] if prepacked else [])]
+    dtype = "-".join([str(model.dtype).removeprefix("torch."), *how])
     name = device_name(model.device)
     return CostKey(base_fingerprint(model), name, dtype, str(torch.__version__), deterministic, kv_cache)
 
 
-def _cost_table(given: object, model: PreTrainedModel, config: EngineConfig) -> CostTable | None:
+def _cost_table(given: object, model: PreTrainedModel, config: EngineConfig, prepacked: bool) -> CostTable | None:
     if given is None or isinstance(given, CostTable):
         return given
     if given != "auto":
         raise ConfigError(f'cost_table must be a CostTable, "auto" or None, not {given!r}')
-    return find_table(cost_key(model, config.deterministic, config.kv_cache_name))
+    return find_table(cost_key(model, config.deterministic, config.kv_cache_name, prepacked))
 
 
 def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:

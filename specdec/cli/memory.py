@@ -13,6 +13,7 @@ def plan_facts(options: dict[str, Any]) -> dict[str, str]:
         ConfigError: not even one request fits; the message says what would.
     """
     from specdec.engine.memory import show_bytes
+    from specdec.models.decoder import Decoder
 
     llm = make_llm(options)
     engine, parameters = llm.engine, list(llm.hf_model.parameters())
@@ -23,9 +24,10 @@ def plan_facts(options: dict[str, Any]) -> dict[str, str]:
     stored = engine.pages.layout.format
     kind = str(native).removeprefix("torch.") if stored is None else f"{stored.name}, {stored.group} values a scale"
     graphs = engine.why_no_graphs
+    prepacked = ", and as much again prepacked" if isinstance(engine.model, Decoder) and engine.model.prepacked else ""
     return {
         "weights": f"{show_bytes(sum(p.numel() * p.itemsize for p in parameters))}, "
-        f"{sum(p.numel() for p in parameters):,} parameters",
+        f"{sum(p.numel() for p in parameters):,} parameters{prepacked}",
         "graphs": f"none: {graphs}" if graphs else "taken beside the cache when a step of each size is captured",
         "kv cache": f"{show_bytes(tokens * limits.bytes_per_token)}: "
         f"{limits.num_blocks:,} blocks of {block_size} tokens",

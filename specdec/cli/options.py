@@ -22,6 +22,7 @@ _LLM_OPTIONS = (
         "device",
         "dtype",
         "quantization",
+        "prepack",
         "kv_cache_dtype",
         "kv_group_size",
         "kv_cache_memory",
@@ -37,9 +38,16 @@ def quantization_option(command: F) -> F:
     return click.option("--quantization", help="Of the weights: int8, int8_dynamic, int4, fp8 or nf4.")(command)
 
 
+def prepack_option(command: F) -> F:
+    """Add --prepack/--no-prepack, as in `EngineConfig`."""
+    text = "On an x86 CPU multiply by copies of the weights in oneDNN's order.  [default: where memory allows]"
+    return click.option("--prepack/--no-prepack", default=None, help=text)(command)
+
+
 def model_options(command: F) -> F:
-    """Add --model, --drafter, --device, --dtype and --quantization."""
+    """Add --model, --drafter, --device, --dtype, --quantization and --prepack."""
     for option in (
+        prepack_option,
         quantization_option,
         click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU."),
         click.option("--device", default="auto", help="auto takes a GPU where there is one."),

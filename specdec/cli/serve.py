@@ -30,7 +30,14 @@ loop would wait that long for the engine's thread."""
 @click.option("--drain-seconds", default=30.0, help="How long running answers may go on after SIGTERM.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 def serve(
-    model: str, drafter: str, device: str, dtype: str, quantization: str | None, log_level: str, **options: Any
+    model: str,
+    drafter: str,
+    device: str,
+    dtype: str,
+    quantization: str | None,
+    prepack: bool | None,
+    log_level: str,
+    **options: Any,
 ) -> None:
     """Serve a model over HTTP as OpenAI does, with a playground at /."""
     try:
@@ -47,7 +54,7 @@ def serve(
     config = ServerConfig(**options)
     check_address(config)
     set_up_logs(log_level)
-    llm = LLM(model, drafter, device=device, dtype=dtype, quantization=quantization, **sizes)
+    llm = LLM(model, drafter, device=device, dtype=dtype, quantization=quantization, prepack=prepack, **sizes)
     _give_turns()
     DrainingServer(make_app(llm, config), config).run()
 

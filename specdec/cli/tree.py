@@ -126,13 +126,14 @@ def _load(options: dict[str, Any]) -> _Loaded:
     table = None if options["device_costs"] == "auto" else read_table(Path(options["device_costs"]))
     device = resolve_device(options["device"])
     base = load(options["model"], dtype=resolve_dtype(options["dtype"], device), device=device)
-    key = cost_key(base.model, options["deterministic"])
+    packed = make_target(base.model, options["deterministic"], None)
+    key = cost_key(base.model, options["deterministic"], prepacked=packed.prepacked)
     if table is not None and table.key.fingerprint != key.fingerprint:
         raise ConfigError(
             f"{options['device_costs']} was measured for {table.model!r}, another model; "
             "run `specdec tune` for this one"
         )
-    target = draft_target(base.model, make_target(base.model, options["deterministic"]))
+    target = draft_target(base.model, packed)
     heads = load_heads(folder, target).requires_grad_(False)
     table = find_table(key) if table is None else table
     return _Loaded(base, target, heads, table, options["deterministic"])

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import DEFAULT_MODEL, cache_format_options, deterministic_option, quantization_option
+from specdec.cli.options import (
+    DEFAULT_MODEL,
+    cache_format_options,
+    deterministic_option,
+    prepack_option,
+    quantization_option,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,12 +22,16 @@ if TYPE_CHECKING:
     from specdec.engine.measure import Grid, Seconds
     from specdec.models.protocol import PackedModel
 
+_CONFIG = ("deterministic", "prepack", "kv_cache_dtype", "kv_group_size")
+"""Options that are the engine's too, and that step times depend on."""
+
 
 @click.command()
 @click.option("--model", default=DEFAULT_MODEL, help="A folder, a hub id, or a name that `specdec pull` knows.")
 @click.option("--device", default="auto", help="auto takes a GPU where there is one.")
 @click.option("--dtype", default="auto", help="auto is float32 on a CPU, bfloat16 on a GPU.")
 @quantization_option
+@prepack_option
 @cache_format_options
 @deterministic_option
 @click.option("--max-seqs", type=click.IntRange(min=1), help="Most sequences a step.  [default: 4 on a CPU, else 16]")
@@ -32,7 +42,7 @@ def tune(as_json: bool, **options: Any) -> None:
     """Measure the step time over sequences × nodes × context and keep it for the engine.
 
     Captured steps are measured where the engine captures them, else eager ones. The table is for engines of the same
-    options: --dtype, --quantization, --kv-cache-dtype, --kv-group-size and --deterministic.
+    options: --dtype, --quantization, --prepack, --kv-cache-dtype, --kv-group-size and --deterministic.
     """
     from rich.console import Console
 
@@ -59,12 +69,12 @@ def _measure(console: "Console", options: dict[str, Any]) -> "CostTable":
     from specdec.models.load import make_target
 
     contexts = _parse_contexts(options["contexts"])
-    config = EngineConfig(**{name: options[name] for name in ("deterministic", "kv_cache_dtype", "kv_group_size")})
+    config = EngineConfig(**{name: options[name] for name in _CONFIG})
     loaded = load_model(options["model"], None, *(options[name] for name in ("dtype", "device", "quantization")))
-    target = make_target(loaded.model, config.deterministic)
+    target = make_target(loaded.model, config.deterministic, config.prepack)
     grid = make_grid(target.device, target.max_len, max_seqs=options["max_seqs"], contexts=contexts)
     return CostTable(
-        key=cost_key(loaded.model, config.deterministic, config.kv_cache_name),
+        key=cost_key(loaded.model, config.deterministic, config.kv_cache_name, target.prepacked),
         model=loaded.name,
         command=_command(options),
         measured=datetime.now(UTC).isoformat(timespec="seconds"),

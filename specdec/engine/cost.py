@@ -32,7 +32,7 @@ class CostKey:
     Args:
         fingerprint: of the model, as `specdec.drafters.heads.base_fingerprint` computes it.
         device: the device's name, as `device_name` gives it.
-        dtype: of the weights, `bfloat16` for one, and how they are quantized.
+        dtype: of the weights, `bfloat16` for one, how they are quantized, and whether they are prepacked.
         torch: torch's version.
         deterministic: whether the kernels give a row the same bits in any batch.
         kv_cache: how keys and values are stored, as `EngineConfig.kv_cache_name` says; tables from before it was

@@ -224,7 +224,8 @@ def accelerate(
         drafter: as for `LLM`: "auto" takes n-grams and, where some come with the package for this model, then heads.
         tokenizer: for stop strings where a call brings none.
         drafter_options: keyword arguments of the drafter.
-        engine_options: fields of `EngineConfig`: max_model_len, max_num_seqs, num_blocks, block_size, ….
+        engine_options: fields of `EngineConfig`: max_model_len, max_num_seqs, num_blocks, block_size, …. Here weights
+            are prepacked only if `prepack` is True, and then anew at each call, as they may have been updated.
 
     Returns:
         A context manager that restores the model; `restore` does so too. Its `completions` tell how the last call
@@ -246,7 +247,7 @@ def accelerate(
         raise UnsupportedModel(f"{type(model).__name__} has no generate; load it with its head, e.g. as a causal LM")
     try:
         check_transformers(loaded.model)
-        packed = make_target(loaded.model, config.deterministic)
+        packed = make_target(loaded.model, config.deterministic, bool(config.prepack))
     except UnsupportedModel as reason:
         return Accelerated(loaded.model, None, reason=str(reason))
     engine = build_engine(loaded.model, drafter, config, drafter_options=drafter_options, packed=packed)

@@ -11,23 +11,26 @@ from specdec.kernels.ops import Ops, choose_ops
 from specdec.models.batch import Batch
 from specdec.models.rope import Rotary
 from specdec.models.support import quantized_by
-from specdec.models.weights import DecoderWeights, LayerWeights, Projection, share_weights
+from specdec.models.weights import DecoderWeights, LayerWeights, Projection, prepack_weights, share_weights
 
 
 class Decoder:
-    """Runs a Hugging Face causal LM over packed batches. Its weights are the model's own, not copies; see `refresh`.
+    """Runs a Hugging Face causal LM over packed batches, over its own weights and few copies; see `refresh`.
 
     Args:
         model: a loaded model of a known family, in eval mode. Its projections become views of merged matrices;
             it still works by itself.
         ops: the kernels; None chooses by device and dtype.
+        prepacked: its matrices are copies in oneDNN's order; only where `can_prepack` says so.
 
     Raises:
         UnsupportedModel: the family, or a feature of its config, is not known.
     """
 
-    def __init__(self, model: PreTrainedModel, ops: Ops | None = None) -> None:
-        self.weights: DecoderWeights = share_weights(model)
+    def __init__(self, model: PreTrainedModel, ops: Ops | None = None, *, prepacked: bool = False) -> None:
+        shared = share_weights(model)
+        self.weights: DecoderWeights = prepack_weights(shared) if prepacked else shared
+        self.prepacked = prepacked
         self.quantized_by = quantized_by(model)
         config = model.config
         self.hidden_size: int = config.hidden_size
@@ -52,7 +55,7 @@ class Decoder:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Follow the model's parameters after they were updated in place; only some norms are copies of them."""
+        """Follow the model's parameters after they were updated in place; a few norms and what is prepacked are copies."""
         for copy_of, make in self.weights.copies:
             copy_of.copy_(make())
 

@@ -36,6 +36,7 @@ class HFModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self.prepacked = False
         self._configs = configs_of(model)
         self.device: torch.device = model.device
         try:

@@ -1,23 +1,28 @@
 """Chooses how a loaded Hugging Face model is run."""
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
-from specdec.errors import UnsupportedModel
+from specdec.errors import ConfigError, UnsupportedModel
 from specdec.kernels.ops import choose_ops
+from specdec.kernels.prepack import can_prepack
 from specdec.models.decoder import Decoder
 from specdec.models.families import FAMILIES
 from specdec.models.hf import HFModel
 
 
-def make_target(model: PreTrainedModel, deterministic: bool = True) -> Decoder | HFModel:
+def make_target(model: PreTrainedModel, deterministic: bool = True, prepack: bool | None = False) -> Decoder | HFModel:
     """Make a model ready for packed batches: by the decoder where it knows the family, else by its own forward.
 
     Args:
         model: a loaded causal LM in eval mode.
         deterministic: whether the decoder's kernels on a GPU give a row the same bits in any batch.
+        prepack: whether the decoder multiplies by copies of the weights in oneDNN's order; None where that can be and
+            the copies take at most half of the memory that is left.
 
     Raises:
+        ConfigError: weights can't be prepacked on this device, in this dtype, or as the model is run.
         UnsupportedModel: neither can run it, its weights lie on several devices, or on another than kernels run on; the
             message says why.
     """
@@ -29,15 +34,38 @@ def make_target(model: PreTrainedModel, deterministic: bool = True) -> Decoder |
         )
     if (why := why_not_on(model.device)) is not None:
         raise UnsupportedModel(why)
+    prepacked = _prepacked(model, prepack)
+    target = _make_target(model, deterministic, prepacked)
+    if prepack and not isinstance(target, Decoder):
+        raise ConfigError(
+            f"this {model.config.model_type} runs by its own forward, with its own weights; leave prepack out"
+        )
+    return target
+
+
+def _make_target(model: PreTrainedModel, deterministic: bool, prepacked: bool) -> Decoder | HFModel:
     if model.config.model_type not in FAMILIES:
         return HFModel(model)
     try:
-        return Decoder(model, choose_ops(model.device, model.dtype, deterministic))
+        return Decoder(model, choose_ops(model.device, model.dtype, deterministic), prepacked=prepacked)
     except UnsupportedModel as error:  # a feature of the config that the decoder doesn't know
         try:
             return HFModel(model)
         except UnsupportedModel as also:
             raise UnsupportedModel(f"{error}; by its own forward: {also}") from also
+
+
+def _prepacked(model: PreTrainedModel, prepack: bool | None) -> bool:
+    """Whether the weights of a model that the decoder runs are to be prepacked."""
+    can = can_prepack(model.device, model.dtype)
+    if prepack and not can:
+        raise ConfigError(
+            f"weights in {str(model.dtype).removeprefix('torch.')} can't be prepacked on {model.device}; that is for "
+            "float32 and bfloat16 on x86 CPUs: leave prepack out"
+        )
+    return can and (
+        2 * model.get_memory_footprint() <= psutil.virtual_memory().available if prepack is None else prepack
+    )
 
 
 def why_not_on(device: torch.device) -> str | None:

@@ -1,14 +1,16 @@
 """Reads a loaded Hugging Face model's weights into the decoder's layout, without a second copy of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModel
+from specdec.kernels.prepack import prepack
 from specdec.models.balance import balance
 from specdec.models.families import Family, family_of
 from specdec.models.rope import Rotary, read_rotary
@@ -19,6 +21,9 @@ Projection = torch.Tensor | tuple[nn.Module, ...]
 
 Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 """Tensors that are not the model's own storage, each with what makes it anew of the model's parameters."""
+
+_PREPACKED: WeakValueDictionary[tuple[int, torch.Size, torch.dtype], torch.Tensor] = WeakValueDictionary()
+"""Prepacked matrices by address and kind; who has one keeps the matrix too, in its `copies`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class DecoderWeights:
         embed_scale: factor on the embeddings, rounded to their dtype; None for 1.
         layers: the decoder layers.
         norm: [H], the last norm.
-        head: [V, H]; the same storage as `embed` where tied.
+        head: [V, H]; the same storage as `embed` where tied, unless prepacked.
         head_bias: [V] or None.
         rotary: the kinds of rotation; `LayerWeights.rotary` says which one a layer has.
         num_heads, num_kv_heads, head_dim: attention's shape.
@@ -132,6 +137,32 @@ def share_weights(model: PreTrainedModel) -> DecoderWeights:
         activation=getattr(config, family.activation),
         copies=copies,
     )
+
+
+def prepack_weights(weights: DecoderWeights) -> DecoderWeights:
+    """Return the weights with their matrices in oneDNN's order: a copy that all who want it of these matrices share.
+
+    What isn't a matrix stays, quantized modules too.
+    """
+    copies = list(weights.copies)
+
+    def one(matrix: torch.Tensor) -> torch.Tensor:
+        key = matrix.data_ptr(), matrix.shape, matrix.dtype
+        packed = _PREPACKED.get(key)
+        if packed is None:
+            packed = _PREPACKED[key] = prepack(matrix)
+        else:
+            packed.copy_(prepack(matrix))  # it may be of before an update in place
+        copies.append((packed, lambda: prepack(matrix)))
+        return packed
+
+    def some(projection: Projection) -> Projection:
+        return one(projection) if isinstance(projection, torch.Tensor) else projection
+
+    layers = tuple(
+        replace(w, qkv=some(w.qkv), o=some(w.o), gate_up=some(w.gate_up), down=some(w.down)) for w in weights.layers
+    )
+    return replace(weights, layers=layers, head=one(weights.head), copies=copies)
 
 
 def _rotary(model: PreTrainedModel, family: Family, types: list[str]) -> tuple[tuple[Rotary, ...], list[int]]:
