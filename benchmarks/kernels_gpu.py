@@ -4,9 +4,11 @@
     python benchmarks/kernels_gpu.py attention --json benchmarks/results/attention_h100.json
     python benchmarks/kernels_gpu.py formats --json benchmarks/results/formats_h100.json
     python benchmarks/kernels_gpu.py direct --json benchmarks/results/direct_h200.json
+    python benchmarks/kernels_gpu.py wide --json benchmarks/results/wide_h200.json
 
 `products` tries tiles for each shape and number of rows, against cuBLAS; `attention` compares with torch's SDPA on
-gathered keys and values, `formats` quantized pages with native ones, and `direct` the two kernels that may read them.
+gathered keys and values, `formats` quantized pages with native ones, and `direct` and `wide` the two
+kernels that may read them, for few nodes and for more.
 Bandwidths are against a large copy's in the same run.
 """
 
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import ModuleType
 
 import click
 import torch
@@ -27,7 +30,7 @@ from torch import Tensor
 from specdec.cache.pages import KVLayout, KVPages
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import load
-from specdec.kernels.gpu import direct, fast
+from specdec.kernels.gpu import direct, fast, wide
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
 from specdec.kernels.work import AttentionWork, uniform_work
@@ -310,8 +313,36 @@ def direct_codes(formats: str, path: str | None) -> None:
             row: dict[str, object] = {"kv_cache_dtype": name, "sequences": shape[0], "context": shape[1]}
             row |= {"nodes": shape[2], "native_us": native_us}
             for how, min_context in (("shared", NEVER), ("direct", 0)):
-                with direct_from(min_context):
+                with taken_from(direct, min_context):
                     row[f"{how}_us"] = round(case.ours(case.work), 1)
+            click.echo(str(row))
+            rows.append(row)
+    write(path, {"rows": rows})
+
+
+WIDE_CASES = [(32, 8192, 16), (8, 32768, 16), (1, 8192, 16), (1, 32768, 16), (1, 131072, 16)]
+
+
+@main.command("wide")
+@click.option("--formats", default="int8,fp8", help="Values of kv_cache_dtype.")
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def wide_codes(formats: str, path: str | None) -> None:
+    """The same of tiles of 64 rows, of chains and of trees."""
+    rows: list[dict[str, object]] = []
+    for shape in WIDE_CASES:
+        native = Case(*shape)
+        native_us = {
+            "native_us": round(native.ours(native.work), 1),
+            "native_tree_us": round(native.ours(native.meta), 1),
+        }
+        for name in formats.split(","):
+            case = Case(*shape, kv_cache_dtype=name)
+            row: dict[str, object] = {"kv_cache_dtype": name, "sequences": shape[0], "context": shape[1]}
+            row |= {"nodes": shape[2], **native_us}
+            for how, min_context in (("shared", NEVER), ("wide", 0)):
+                with taken_from(wide, min_context):
+                    row |= {f"{how}_us": round(case.ours(case.work), 1)}
+                    row |= {f"{how}_tree_us": round(case.ours(case.meta), 1)}
             click.echo(str(row))
             rows.append(row)
     write(path, {"rows": rows})
@@ -324,20 +355,20 @@ def launch(name: str) -> None:
     case = Case(32, 8192, 1, kv_cache_dtype=name)
     page = case.pages[0]
     for min_context in (NEVER, 0):
-        with direct_from(min_context):
+        with taken_from(direct, min_context):
             tree_attention(case.q, page.k[0], page.v[0], case.work, scale=case.head_dim**-0.5)
     torch.cuda.synchronize()
 
 
 @contextmanager
-def direct_from(min_context: int) -> Iterator[None]:
-    """Let `direct` be taken from another length of a context on."""
-    before = direct.MIN_CONTEXT
-    direct.MIN_CONTEXT = min_context
+def taken_from(way: ModuleType, min_context: int) -> Iterator[None]:
+    """Let `direct` or `wide` be taken from another length of a context on."""
+    before = way.MIN_CONTEXT
+    way.MIN_CONTEXT = min_context
     try:
         yield
     finally:
-        direct.MIN_CONTEXT = before
+        way.MIN_CONTEXT = before
 
 
 def _attention_row(case: Case, bandwidth: float) -> dict[str, object]:

@@ -7,7 +7,7 @@ What a kernel computes, reads and writes can be tested so; that its layouts fit 
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,9 @@ class Shared:
     def store(self, value: Value) -> None:
         self.tensor.copy_(value.tensor)
 
+    def permute(self, order: Sequence[int]) -> "Shared":
+        return Shared(self.tensor.permute(list(order)))
+
 
 class AsyncCopy:
     """Copies that come when they are waited for, and not before; what nothing was copied to becomes 0."""
@@ -167,6 +170,8 @@ class Language:
         return None
 
     SwizzledSharedLayout = SliceLayout
+
+    def fence_async_shared(self) -> None: ...
 
     def arange(self, start: int, end: int, layout: Any = None) -> Value:
         return Value(torch.arange(start, end, dtype=torch.int32))
@@ -252,6 +257,10 @@ class Language:
     def mma_v2(self, a: Value, b: Value, acc: Value) -> Value:
         return Value(a.tensor.float() @ b.tensor.float() + acc.tensor)
 
+    def warpgroup_mma(self, a: Value | Shared, b: Shared, acc: Value, *, use_acc: bool = True) -> Value:
+        product = a.tensor.float() @ b.tensor.float()
+        return Value(product + acc.tensor if use_acc else product)
+
 
 def _bits(x: Tensor) -> np.ndarray:
     words = x.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF if x.dtype == torch.bfloat16 else x
@@ -268,22 +277,29 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
     """Run a kernel's programs one after the other. Tensors become pointers; constants are given by their place.
 
     Args:
-        kernel: decorated by `gluon.jit`; so are the functions of its module that it calls.
+        kernel: decorated by `gluon.jit`; so are the functions that it calls.
         grid: how many programs.
         args: tensors, `PagePointers`, numbers.
     """
-    scope = kernel.fn.__globals__
-    functions = {name: value.fn for name, value in scope.items() if hasattr(value, "is_gluon") and value.is_gluon()}
-    functions[kernel.fn.__name__] = kernel.fn  # a test may have put something else there
-    constants = {name: value.value for name, value in scope.items() if hasattr(value, "value") and name.isupper()}
     given = [_argument(arg) for arg in args]
     for program in itertools.product(*map(range, grid)):
         language = Language(program)
-        patched: dict[str, Any] = {"gl": language, "mma_v2": language.mma_v2, "async_copy": AsyncCopy()} | constants
-        here = dict(scope) | patched
-        for name, fn in functions.items():
-            here[name] = type(fn)(fn.__code__, here, name, fn.__defaults__, fn.__closure__)
-        here[kernel.fn.__name__](*given)
+        patched: dict[str, Any] = {"gl": language, "async_copy": AsyncCopy()}
+        patched |= {name: getattr(language, name) for name in ("mma_v2", "warpgroup_mma", "fence_async_shared")}
+        _within(kernel.fn, patched, {})(*given)
+
+
+def _within(fn: FunctionType, patched: dict[str, Any], scopes: dict[int, dict[str, Any]]) -> FunctionType:
+    """A function whose module, and those that it takes functions from, know other things by the patched names."""
+    known = fn.__globals__
+    if id(known) not in scopes:
+        here = scopes[id(known)] = known | patched
+        for name, value in known.items():
+            if hasattr(value, "is_gluon") and value.is_gluon():
+                here[name] = _within(value.fn, patched, scopes)
+            elif hasattr(value, "value") and name.isupper():
+                here[name] = value.value
+    return FunctionType(fn.__code__, scopes[id(known)], fn.__name__, fn.__defaults__, fn.__closure__)
 
 
 def _argument(arg: Any) -> Any:

@@ -70,7 +70,7 @@ def attend(
 ) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of 128 values.
 
-    With `direct` codes go straight to the tensor cores.
+    With `direct` codes go straight to the tensor cores, by the kernel for so many rows.
     """
     heads, kv_heads, dim = 32, 8, 128
     pages = pages_of(pages_format, kv_heads, dim, dtype)
@@ -78,7 +78,8 @@ def attend(
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
     work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, kv_heads, dim, 1024, chains)
     if direct:
-        attention.direct.takes = lambda *args: True
+        for way in (attention.direct, attention.wide):
+            way.takes = lambda *args, rows=way.ROWS.value: work.tree_block == rows
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
 
 

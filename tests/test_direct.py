@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages, dequantize, load, store
-from specdec.kernels.gpu import attention, direct
-from specdec.kernels.gpu.direct import HEAD_DIM, KEY_TILE, direct_kernel
+from specdec.kernels.gpu import attention, direct, wide
+from specdec.kernels.gpu.direct import HEAD_DIM, KEY_TILE
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_splits
 from specdec.kernels.gpu.pages import pointers
 from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
@@ -23,12 +23,19 @@ from tests.test_formats import on_hopper
 
 DIM, TILE = HEAD_DIM.value, KEY_TILE.value
 GROUP, SCALE = 4, DIM**-0.5
+KERNELS = {16: direct.direct_kernel, 64: wide.wide_kernel}
+"""By rows × grouped heads of a tile."""
 SHAPES = [
     ("int8", 64, 16, 2, 3),
     ("fp8", None, 32, 2, 4),
     ("fp8_e4m3", None, 64, 3, 3),
     ("int8", 128, 16, 1, 4),
     ("int8", 8, 16, 3, 4),
+    ("int8", 64, 16, 2, 16),
+    ("fp8", None, 32, 2, 16),
+    ("fp8_e4m3", None, 64, 3, 13),
+    ("int8", 128, 16, 1, 16),
+    ("int8", 8, 16, 3, 9),
 ]
 """Format, group size, block size, key heads, nodes."""
 
@@ -94,7 +101,7 @@ def test_states_of_splits(
     acc = torch.full((*m.shape, DIM), torch.nan)
     work = b.work
     gluon_torch.launch(
-        direct_kernel, (len(work.tree_tiles), kv_heads, splits), b.q, *map(pointers, b.pages), m, total, acc,
+        KERNELS[work.tree_block], (len(work.tree_tiles), kv_heads, splits), b.q, *map(pointers, b.pages), m, total, acc,
         work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
         work.block_table.stride(0), len(b.q), SCALE, chains, kv_heads * GROUP, kv_heads, block_size,
         SMALL_SPLIT // TILE, NUM_SMALL, LARGE_SPLIT // TILE, False,
@@ -129,18 +136,21 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
 ) -> None:
     b = make_batch(kind, group, block_size, kv_heads, nodes, [200, 63, 0, 128, 5000], chains=chains)
     want = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
-    monkeypatch.setattr(direct, "MIN_CONTEXT", 0)
     launched = []
-    monkeypatch.setattr(direct, "attend", lambda *args, attend=direct.attend: launched.append(attend(*args)))
+    for way in (direct, wide):
+        monkeypatch.setattr(way, "MIN_CONTEXT", 0)
+        monkeypatch.setattr(way, "attend", lambda *args, attend=way.attend: launched.append(attend(*args)))
     assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
     assert launched, "both were of the same kernel"
 
 
 @pytest.mark.skipif(ON_GPU, reason="the test before is for it")
-def test_chains_whose_splits_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    b = make_batch("int8", 64, 16, 2, 3, [200, 63, 321], chains=True)
-    monkeypatch.setattr(direct, "takes", lambda *args: True)
-    monkeypatch.setattr(direct, "direct_kernel", InTorch())
+@pytest.mark.parametrize("nodes", [3, 11])
+def test_chains_whose_splits_are_merged(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = make_batch("int8", 64, 16, 2, nodes, [200, 63, 321], chains=True)
+    way, kernel = (direct, direct.direct_kernel) if nodes == 3 else (wide, wide.wide_kernel)
+    monkeypatch.setattr(way, "takes", lambda *args: True)
+    monkeypatch.setattr(way, kernel.fn.__name__, InTorch(kernel))
     got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
     for row in range(len(b.q) - 1):
         _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)
@@ -149,24 +159,43 @@ def test_chains_whose_splits_are_merged(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class InTorch:
-    """The kernel, run by torch."""
+    """A kernel, run by torch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return lambda *args, **options: gluon_torch.launch(direct_kernel, grid, *args)
+        return lambda *args, **options: gluon_torch.launch(self._kernel, grid, *args)
 
 
 def test_shared_memory_holds_codes_and_no_values() -> None:
     """That operands are in place already, the compiler says (`assert_trivial`); queries and weights are kept, too."""
-    [[(ttgir, ptx_text)]] = on_hopper("""
+    [narrow, wider] = on_hopper("""
 from tests.hopper import COMPILED, attend
-attend("int8", 1, chains=True, direct=True)
-print([(str(made["ttgir"]), made["ptx"]) for name, made in COMPILED if name == "direct_kernel"])
+for nodes, kernel in (1, "direct_kernel"), (16, "wide_kernel"):
+    attend("int8", nodes, chains=True, direct=True)
+    print(*((str(made["ttgir"]), made["ptx"]) for name, made in COMPILED if name == kernel))
 """)
+    codes = {"tensor<64x32xi32", "tensor<64x1xi32"}
+    loaded, stored, used = of_shared_memory(narrow[0])
+    assert loaded == codes | {"tensor<16x128xbf16", "tensor<16x64xbf16"}
+    assert stored == {"tensor<16x64xbf16"} and not used
+    loaded, stored, used = of_shared_memory(wider[0])
+    assert loaded == codes | {"tensor<64x2xf32"}, "two numbers of each row"
+    assert stored == {"tensor<64x64xbf16", "tensor<64x2xf32"}
+    keys, values, weights, ones = "tensor<64x128xbf16", "tensor<128x64xbf16", "memdesc<64x64xbf16", "memdesc<64x8xbf16"
+    assert used == {(keys, "memdesc<128x64xbf16"), (values, weights), (weights, ones)}
+    for _, ptx_text in (narrow, wider):
+        copies = set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text))
+        assert copies == {"0x10", "0x4"}, "sixteen bytes of codes at once, and words of scales"
+
+
+def of_shared_memory(ttgir: str) -> tuple[set[str], set[str], set[tuple[str, str]]]:
+    """What is loaded from there, what is put there, and the operands of products of which one is there."""
     loaded = set(re.findall(r"ttg.local_load .* -> (tensor<\w+)", ttgir))
-    assert loaded == {"tensor<64x32xi32", "tensor<64x1xi32", "tensor<16x128xbf16", "tensor<16x64xbf16"}
-    assert set(re.findall(r"ttg.local_store .* : (tensor<\w+)", ttgir)) == {"tensor<16x64xbf16"}
-    copies = set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text))
-    assert copies == {"0x10", "0x4"}, "sixteen bytes of codes at once, and words of scales"
+    stored = set(re.findall(r"ttg.local_store .* : (tensor<\w+)", ttgir))
+    used = re.findall(r"ttng.warp_group_dot .* : (?:!ttg.)?(\w+<\w+),.* \* !ttg.(\w+<\w+),", ttgir)
+    return loaded, stored, set(used)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_e4m3"])

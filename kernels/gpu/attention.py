@@ -5,6 +5,7 @@ the arithmetic of `specdec.kernels.gpu.online`. Which kernel runs which rows is 
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import Pages
-from specdec.kernels.gpu import direct
+from specdec.kernels.gpu import direct, wide
 from specdec.kernels.gpu.chain import chain_kernel, merge_kernel
 from specdec.kernels.gpu.chunk import chunk_kernel
 from specdec.kernels.gpu.launch import overlap
@@ -54,9 +55,9 @@ class _Call:
         return options
 
     @property
-    def goes_direct(self) -> bool:
-        """Whether `direct` takes the place of the kernels that read the context of a tile of nodes."""
-        return direct.takes(self.q, self.pages[0], self.work, self.shape)
+    def of_codes(self) -> ModuleType | None:
+        """What takes the place of the kernels that read the context of a tile of nodes, if anything does."""
+        return next((way for way in (direct, wide) if way.takes(self.q, self.pages[0], self.work, self.shape)), None)
 
     @property
     def group_block(self) -> int:
@@ -130,8 +131,8 @@ def _run_chunks(call: _Call) -> None:
 def _run_trees(call: _Call) -> None:
     work, table, num_nodes = call.work, call.work.block_table, len(call.work.tree_rows)
     state, splits = _states(call)
-    if call.goes_direct:
-        direct.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
+    if (way := call.of_codes) is not None:
+        way.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
     else:
         context_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
             call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
@@ -149,9 +150,9 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
     work, num_rows = call.work, len(call.q)
     state, splits = _states(call)
     merges = work.tree_block <= MERGED_ROWS
-    if call.goes_direct:
+    if (way := call.of_codes) is not None:
         merges = False
-        direct.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
+        way.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
     else:
         chain_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
             call.q, *call.pages, call.out, *state, arrived, work.block_table, work.positions, work.ancestors,

@@ -1,0 +1,309 @@
+"""Attention of wide tiles over quantized pages whose codes become values on their way to the tensor cores. In Gluon.
+
+Hopper's instructions for 64 rows take their left operand from registers and their right one from shared memory. So the
+operands of `gpu/direct.py` change places: keys and values stand left, as they come out of their codes, queries and
+weights right, and scores and sums are found with rows × grouped heads as columns. Copies, stages and the choice of the
+codes that a thread takes are as there.
+
+The bits are those of the other kernels (`tests/test_direct.py`), whose operands stand the other way round: each sum is
+of the same products in the same sixteens, one after the other.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+from specdec.kernels.gpu.direct import (
+    HEAD_DIM,
+    KEY_TILE,
+    KINDS,
+    STAGES,
+    WARPS,
+    _after,
+    _along,
+    _beside,
+    _blocks_of,
+    _fetch_both,
+    _of_pairs,
+    _only,
+    _room,
+    _take,
+    _upper,
+    _words,
+)
+from specdec.kernels.gpu.pages import PagePointers
+from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
+from specdec.kernels.work import AttentionWork
+
+ROWS, MAX_REGISTERS = gl.constexpr(64), 168
+"""Rows × grouped heads of a tile, and registers of a thread: three programs on each multiprocessor."""
+MIN_CONTEXT = 4096
+"""It is taken for contexts from this length on."""
+
+_SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, ROWS.value, 16]))
+"""Scores of 64 keys, or 64 of the columns of values: each thread has two of them, of sixteen rows."""
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUM.value, 2))
+_TOTAL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, 8, 16]))
+"""Sums of weights, eight times each row's: a thread has those of two rows, and so their maxima."""
+_KEPT = gl.constexpr(gl.NVMMASharedLayout(128, 16))
+
+
+def _placed(
+    registers: list[list[int]], lanes: list[list[int]], warps: list[list[int]], shape: list[int]
+) -> gl.DistributedLinearLayout:
+    """Where elements are, by 1, 2, 4, … of a thread's registers, of the lanes, of the warps."""
+    return gl.DistributedLinearLayout(registers, lanes, warps, block_bases=[], shape=shape)
+
+
+_KEYS = gl.constexpr(
+    _words([[0, 4], [0, 8], [0, 16], [8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]])
+)
+"""A thread hands over every fourth word of two keys: of each sixteen values that a product sums at once four."""
+_VALUES = gl.constexpr(
+    _words([[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]])
+)
+"""A thread hands over one word of sixteen rows: four columns, and of each sixteen rows four."""
+_PARTS = gl.constexpr(
+    _placed([[1, 0], [2, 0], [4, 0], [0, 8]], [[8, 0], [16, 0], [0, 1], [0, 2], [0, 4]], [[0, 16], [0, 32]], [32, 64])
+)
+"""Maxima of two keys each: a thread has eight of two rows, those that it has in `_TOTAL`."""
+_BOTH = gl.constexpr(
+    _placed([[0, 1], [1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0]] + [[0, 0]] * 3, [[0, 0]] * 2, [64, 2])
+)
+"""Two numbers of each row where `_SUM` has the row."""
+_OUT = gl.constexpr(
+    _placed(
+        [[1, 0], [2, 0], [0, 1], [0, 8], [0, 16], [0, 32]], [[0, 2], [0, 4], [4, 0], [8, 0], [16, 0]],
+        [[32, 0], [64, 0]], [128, 64],
+    )
+)  # fmt: skip
+"""What a thread has of values, in their own order: it has four next to each other."""
+_KEPT_BOTH = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_QUERIES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [WARPS.value, 1], [1, 0]))
+"""A thread puts sixteen values of a query, which a product sums at once, in the order of `_keys`."""
+
+
+@gluon.jit
+def _keys(words, scales, upper, kind: gl.constexpr):
+    """[KEY_TILE, HEAD_DIM] bf16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        row_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, scales, upper * 0x2222 + 0x1010], pack=1, is_pure=True,
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+    )  # fmt: skip
+    x = gl.join(gl.join(a, b), gl.join(c, d))  # [..., 2 within a pair, 2 pairs]
+    x = gl.permute(gl.reshape(x, [KEY_TILE, HEAD_DIM // 16, 4, 2, 2]), (0, 1, 4, 2, 3))
+    return gl.convert_layout(gl.reshape(x, [KEY_TILE, HEAD_DIM]), _LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _values(words, scales, upper, kind: gl.constexpr):
+    """[HEAD_DIM, KEY_TILE] bf16, the columns in the order 0, 4, …, 28, 1, …, 29, 32, …, 125, 2, 6, …, 127."""
+    even, odd = _of_pairs(words)
+    of_even, of_odd = _of_pairs(scales)
+    even_upper, odd_upper = _of_pairs(upper)
+    select = even_upper * 0x22 + odd_upper * 0x2200 + 0x5410
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", [even, odd, of_even, of_odd, select], pack=1,
+        is_pure=True,
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+    )  # fmt: skip
+    first, second = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
+    x = gl.reshape(gl.join(first, second), [KEY_TILE // 2, WARPS, 8, 2, 2, 2])  # [pairs of keys, words, 2, 2 in it, 2]
+    x = gl.reshape(gl.permute(x, (5, 1, 4, 2, 0, 3)), [HEAD_DIM, KEY_TILE])
+    return gl.convert_layout(x, _LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _tops(s):
+    """The largest of each row's scores."""
+    x = gl.max(gl.reshape(s, [WARPS, 2, 8, ROWS]), 1)  # of what a thread has
+    x = gl.convert_layout(gl.reshape(x, [KEY_TILE // 2, ROWS]), _PARTS)
+    return gl.convert_layout(gl.max(x, 0), gl.SliceLayout(1, _TOTAL), assert_trivial=True)
+
+
+@gluon.jit
+def _attend(
+    first, end, state, right, left, k_pages, v_pages, head, scale,
+    MASKED: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Put tiles behind those before, and start to copy what follows them.
+
+    Args:
+        first, end: which tiles.
+        state: maximum [ROWS], sum of weights [ROWS, 8], weighted values [HEAD_DIM, ROWS], the blocks of the tile that
+            is to be copied next, the stage of the first tile, and the one that is free.
+        right: the queries, room for a tile's weights, and ones.
+        left: the stages, where the table starts, its number of blocks, where the copies end, the last key that any row
+            sees, and that of each row.
+        MASKED: whether rows may see a part of a tile only.
+    """
+    m, total, acc, blocks, stage = state
+    q_kept, p_kept, ones, both_kept = right
+    kept, table_at, num_blocks, to_tile, last, position = left
+    GROUPS: gl.constexpr = HEAD_DIM // k_pages.group
+    none = gl.zeros([KEY_TILE, ROWS], gl.float32, _SUM)
+    factor = scale * 1.4426950408889634
+    position = gl.convert_layout(position, gl.SliceLayout(0, _SUM))
+    for tile in range(first, end):
+        async_copy.wait_group(STAGES - 1)
+        words, scales = _take(kept[0], stage, _KEYS, GROUPS)
+        keys = _keys(words, _beside(scales, words), _upper(words, head, G, GROUPS), k_pages.kind)
+        s = warpgroup_mma(keys, q_kept.permute((1, 0)), none, use_acc=False) * factor
+        if MASKED:
+            key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _SUM))
+            s = gl.where((key + tile * KEY_TILE)[:, None] <= position[None, :], s, float("-inf"))
+        top = gl.maximum(m, _tops(s))
+        finite = gl.where(top == float("-inf"), 0.0, top)
+        keep = gl.exp2(m - finite)
+        m = top
+        both_kept.store(gl.join(finite, keep))
+        finite, of_acc = gl.split(both_kept.load(_BOTH))
+        finite = gl.convert_layout(finite, gl.SliceLayout(0, _SUM), assert_trivial=True)
+        of_acc = gl.convert_layout(of_acc, gl.SliceLayout(0, _SUM), assert_trivial=True)
+        p_kept.store(gl.exp2(s - finite[None, :]).to(gl.bfloat16))
+        fence_async_shared()
+        words, scales = _take(kept[1], stage, _VALUES, GROUPS)
+        scales = _beside(scales, words)
+        if MASKED:  # a weight of 0 makes nothing of what stands in a slot not in use, unless its scale is infinite
+            place, _ = gl.broadcast(_along(gl.arange(0, KEY_TILE, _only(0, words.type.layout)), 0), words)
+            scales = gl.where(place <= last - tile * KEY_TILE, scales, 0)
+        values = _values(words, scales, _upper(words, head, G, GROUPS), v_pages.kind)
+        total = warpgroup_mma(p_kept.permute((1, 0)), ones, total * keep[:, None])
+        _fetch_both(kept, k_pages, v_pages, head, blocks, stage, tile + STAGES < to_tile, BLOCK_SIZE, G)
+        acc = warpgroup_mma(values, p_kept, acc * of_acc[None, :])
+        blocks = _blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS)
+        stage = _after(stage)
+    return m, total, acc, blocks, stage
+
+
+@gluon.jit(do_not_specialize=["table_stride", "num_states"])
+def wide_kernel(
+    q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
+    table_stride, num_states, scale,
+    CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One split of one tile of nodes: of chains with their own keys, of trees without."""
+    D: gl.constexpr = HEAD_DIM
+    TILE: gl.constexpr = KEY_TILE
+    GROUP: gl.constexpr = H // G
+    GROUPS: gl.constexpr = D // k_pages.group
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tile_of, kv_head, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    sequence, first_row = gl.load(tiles_ptr + tile_of * 4), gl.load(tiles_ptr + tile_of * 4 + 1)
+    count, first_node = gl.load(tiles_ptr + tile_of * 4 + 2), gl.load(tiles_ptr + tile_of * 4 + 3)
+    lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
+    ok = lane // GROUP < count
+    if CHAINS:
+        row = first_row + lane // GROUP
+        position = gl.load(positions_ptr + row, mask=ok, other=0).to(gl.int32)
+        position = gl.where(gl.load(ancestors_ptr + row, mask=ok, other=0) != 0, position, -1)  # padding sees nothing
+        last = gl.max(position, 0)
+        end = (last + TILE) // TILE
+        # Tiles that every row sees need no masks.
+        whole = (gl.min(gl.where(position < 0, last, position), 0) + 1) // TILE
+    else:
+        position = lane  # unused
+        last = gl.load(context_ptr + sequence).to(gl.int32) - 1
+        whole = (last + 1) // TILE  # tiles that every node sees
+        end = whole
+    from_tile = gl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
+    to_tile = gl.where(split + 1 < NUM, (split + 1) * SMALL, SMALL * NUM + (split + 1 - NUM) * LARGE)
+    if from_tile < end if CHAINS else from_tile <= end:
+        to_tile = gl.minimum(to_tile, end)
+        whole = gl.minimum(to_tile, whole)
+        num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
+        table_at = table_ptr + sequence.to(gl.int64) * table_stride
+        kept = _room(GROUPS), _room(GROUPS)
+        for ahead in gl.static_range(STAGES):
+            tile = from_tile + ahead
+            blocks = _blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS)
+            _fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G)
+        blocks = _blocks_of(table_at, from_tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
+        at = gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES))
+        q_at = ((first_row + at // GROUP).to(gl.int64) * H + kv_head * GROUP + at % GROUP) * D
+        q_at = q_at[:, None] + gl.arange(0, D, gl.SliceLayout(0, _QUERIES))[None, :]
+        q = gl.load(q_ptr + q_at, mask=(at // GROUP < count)[:, None], other=0.0)
+        q = gl.permute(gl.reshape(q, [ROWS, D // 16, 4, 2, 2]), (0, 1, 3, 2, 4))  # the order of `_keys`
+        right = (
+            gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], _KEPT, gl.reshape(q, [ROWS, D])),
+            gl.allocate_shared_memory(gl.bfloat16, [TILE, ROWS], _KEPT),
+            gl.allocate_shared_memory(
+                gl.bfloat16, [8, TILE], _KEPT, gl.full([8, TILE], 1.0, gl.bfloat16, _QUERIES)
+            ).permute((1, 0)),
+            gl.allocate_shared_memory(gl.float32, [ROWS, 2], _KEPT_BOTH),
+        )
+        fence_async_shared()
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _TOTAL))
+        total = gl.zeros([ROWS, 8], gl.float32, _TOTAL)
+        acc = gl.zeros([D, ROWS], gl.float32, _SUM)
+        state = m, total, acc, blocks, from_tile * 0
+        left = kept, table_at, num_blocks, to_tile, last, position
+        state = _attend(from_tile, whole, state, right, left, k_pages, v_pages, kv_head, scale, False, G, BLOCK_SIZE)
+        rest = gl.maximum(from_tile, whole)
+        state = _attend(rest, to_tile, state, right, left, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)
+        m, total, acc, _, _ = state
+        async_copy.wait_group(0)
+        to = (split * num_states + first_node + lane // GROUP).to(gl.int64) * H + kv_head * GROUP + lane % GROUP
+        gl.store(m_ptr + to, m, mask=ok)
+        gl.store(total_ptr + to, gl.max(total, 1), mask=ok)  # all columns are the same
+        acc = gl.permute(gl.reshape(acc, [2, WARPS, 2, 8, ROWS]), (1, 3, 0, 2, 4))  # the order of `_values`
+        acc = gl.convert_layout(gl.reshape(acc, [D, ROWS]), _OUT)
+        of_out = gl.arange(0, ROWS, gl.SliceLayout(0, _OUT))
+        acc_state = (split * num_states + first_node + of_out // GROUP).to(gl.int64) * H
+        acc_state += kv_head * GROUP + of_out % GROUP
+        acc_at = acc_ptr + acc_state[None, :] * D + gl.arange(0, D, gl.SliceLayout(1, _OUT))[:, None]
+        gl.store(acc_at, acc, mask=(of_out // GROUP < count)[None, :])
+
+
+def takes(q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, object]) -> bool:
+    """Return whether this kernel is the faster one for a batch, of those that it is made for.
+
+    Args:
+        q: [N, num_heads, D].
+        pages: the keys'.
+        work: the batch.
+        sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
+    """
+    made_for = (
+        pages.kind.value in KINDS
+        and q.dtype == torch.bfloat16
+        and q.shape[2] == HEAD_DIM.value
+        and work.tree_block == ROWS.value
+        and sizes["PDL"]
+        and not sizes["SOFTCAP"]
+        and not sizes["WINDOW"]
+    )
+    return bool(made_for) and work.max_context >= MIN_CONTEXT
+
+
+def attend(
+    q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
+    num_splits: int, sizes: dict[str, object],
+) -> None:  # fmt: skip
+    """Put down the states of splits as `chain_kernel` does for chains, and `context_kernel` for trees.
+
+    Args:
+        q: [N, num_heads, D].
+        pages: keys and values.
+        state: where they go.
+        work: the batch: chains if it counts those that arrived.
+        scale: factor on the scores.
+        num_splits: how many there are.
+        sizes: what attention kernels are compiled for.
+    """
+    names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "PDL")
+    wide_kernel[(len(work.tree_tiles), sizes["G"], num_splits)](
+        q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
+        work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
+        *(sizes[name] for name in names), num_warps=WARPS.value, maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=False, launch_pdl=sizes["PDL"],
+    )  # fmt: skip
