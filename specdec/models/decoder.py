@@ -55,7 +55,7 @@ class Decoder:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Follow the model's parameters after they were updated in place; some norms and prepacked matrices are copies."""
+        """Follow the model's parameters after they were updated in place; some are copies."""
         for copy_of, make in self.weights.copies:
             copy_of.copy_(make())
 
