@@ -33,16 +33,19 @@ def _rope_write_kernel(
     cos = tl.load(cos_ptr + row * cos_row + col, mask=col < R, other=0).to(WIDE)
     sin = tl.load(sin_ptr + row * sin_row + col, mask=col < R, other=0).to(WIDE)
     turned = x.to(WIDE) * cos + rolled * sin
+    out = tl.where(turns, turned.to(x.dtype), x)
+    first = tl.program_id(1) * HEADS
     if SPREAD:
-        even = spread_values(tl.where(turns, turned, x.to(WIDE)), SPREAD)
-        out = tl.where(head < Q + KV, even.to(x.dtype), x)
-    else:
-        out = tl.where(turns, turned.to(x.dtype), x)
+        if first < Q + KV:
+            even = spread_values(tl.where(turns, turned, x.to(WIDE)), SPREAD)
+            out = tl.where(head < Q + KV, even.to(x.dtype), x)
     tl.store(q_ptr + (row * Q + head) * D + col, out, mask=inside & (head < Q))
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    heads = first + tl.arange(0, HEADS)
     key, value = heads - Q, heads - (Q + KV)
-    store_values(k_pages, slot * KV + key, (slot >= 0) & (key >= 0) & (key < KV), out, D, BLOCK)
-    store_values(v_pages, slot * KV + value, (slot >= 0) & (value >= 0) & (value < KV), out, D, BLOCK)
+    if (first + HEADS > Q) & (first < Q + KV):  # few programs have keys, and as few values: only these make codes
+        store_values(k_pages, slot * KV + key, (slot >= 0) & (key >= 0) & (key < KV), out, D, BLOCK)
+    if first + HEADS > Q + KV:
+        store_values(v_pages, slot * KV + value, (slot >= 0) & (value >= 0) & (value < KV), out, D, BLOCK)
 
 
 def rope_write(
