@@ -32,7 +32,7 @@ def _rope_write_kernel(
     rolled = tl.load(source + partner, mask=turns, other=0).to(WIDE)
     cos = tl.load(cos_ptr + row * cos_row + col, mask=col < R, other=0).to(WIDE)
     sin = tl.load(sin_ptr + row * sin_row + col, mask=col < R, other=0).to(WIDE)
-    turned = x.to(WIDE) * cos + rolled * sin
+    turned = tl.fma(x.to(WIDE), cos, rolled * sin)  # which product isn't rounded is not the compiler's choice
     out = tl.where(turns, turned.to(x.dtype), x)
     first = tl.program_id(1) * HEADS
     if SPREAD:
