@@ -242,6 +242,20 @@ def quantized_attention() -> str:
     return table(("sequences", "context", "nodes", "bf16, µs", *ways), rows)
 
 
+def wide_attention() -> str:
+    """Return the same of tiles of 64 rows, with sixteen nodes as chains and as trees."""
+    found = {(r["sequences"], r["context"], r["kv_cache_dtype"]): r for r in read("wide_h200")["rows"]}
+    rows = []
+    for sequences, context, name in sorted(found):
+        if name == "int8":
+            r, fp8 = found[sequences, context, "int8"], found[sequences, context, "fp8"]
+            for kind, end in ("chains", "us"), ("trees", "tree_us"):
+                times = r[f"native_{end}"], *(x[f"{how}_{end}"] for x in (r, fp8) for how in ("shared", "wide"))
+                rows.append([sequences, f"{context:,}", kind, *(f"{us:.0f}" for us in times)])
+    ways = ("int8, values kept", "int8, codes kept", "fp8, values kept", "fp8, codes kept")
+    return table(("sequences", "context", "16 nodes as", "bf16, µs", *ways), rows)
+
+
 def prefix_reuse() -> str:
     """Return serving with prefix reuse over without it, by requests a second."""
     rows = []
@@ -402,7 +416,7 @@ def _machine(result: dict[str, Any]) -> str:
 _BENCH = (acceptance, acceptance_at_once, picture, seeds, serve_agreement)
 _CPU = (demo, demo_default, dropin, linear)
 _SPEED = (attention, heads, ngram_gpu, nodes, prefill, products, startup, throughput)
-_SERVING = (cache_steps, quantized_attention, prefix_reuse, runtime)
+_SERVING = (cache_steps, quantized_attention, wide_attention, prefix_reuse, runtime)
 _EQUALITY = (cache_quality, exact_gpu, property_cases, tau_of_heads, traffic)
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f for f in (*_BENCH, *_CPU, *_SPEED, *_SERVING, *_EQUALITY, provenance)

@@ -7,8 +7,8 @@ sixteen that a product sums at once stay the same: of a key it takes the four of
 sums are put in that order. The state of each split is left as those kernels leave it, for `merge_kernel` and
 `tail_kernel`.
 
-The bits are those of the other kernels (`tests/test_direct.py`). It is for tiles of 16 rows: wider ones are faster by
-the others, which have instructions for 64 rows at once.
+The bits are those of the other kernels (`tests/test_direct.py`). It is for tiles of 16 rows, and `gpu/wide.py`
+for those of 64.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ ROWS, HEAD_DIM, KEY_TILE, WARPS = gl.constexpr(16), gl.constexpr(128), gl.conste
 """Rows × grouped heads and keys of a tile, the size of a head and warps of a program that the layouts are made for."""
 STAGES, MAX_REGISTERS = gl.constexpr(2), 128
 """Tiles that have room in shared memory, one that is read and those on their way, and registers of a thread: of 2 and
-3 stages, 112, 128 and 168 registers the fastest on an H200 (`benchmarks/results/direct_h200.json`)."""
+3 stages, 96 to 168 registers the fastest on an H200 (`benchmarks/results/direct_h200.json`)."""
 
 KINDS = ("int8", "fp8", "fp8_e4m3")
 """Formats whose codes it reads."""
