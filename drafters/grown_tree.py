@@ -14,7 +14,7 @@ Path = tuple[int, ...]
 
 OTHER_ROWS = 20
 """What a step takes besides its rows, reading the weights above all, in rows: about that on two CPU cores."""
-PARENTS_CHANCE = 0.3
+PARENTS_CHANCE = 0.4
 """A level is drafted where the nodes that it continues, of one sequence on average, are accepted with this chance in
 all: besides its nodes' rows it costs a forward of the head."""
 
