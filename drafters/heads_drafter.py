@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.choices import Choice
+from specdec.drafters.grown_tree import Rank
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget, Observation
 from specdec.drafters.static_tree import StaticTree
 from specdec.verifier.tree import TokenTree, chain_parents
@@ -25,6 +26,15 @@ class Guesses(Protocol):
             queries: R queries.
             hidden: [R, H], the hidden states that yielded their roots.
             choices: the first choices of the tree.
+        """
+        ...
+
+    def ranking(self, queries: Sequence[DraftQuery], hidden: Tensor, width: int) -> Rank:
+        """Return what ranks the candidates, `width` of a node at most, of trees that grow.
+
+        Args:
+            queries, hidden: as for `on_host`.
+            width: 1 or more.
         """
         ...
 
@@ -59,6 +69,9 @@ class HeadsDrafter:
     name: str
     reads_hidden = True
     chains_only = False
+    min_chance: float | None = None
+    """On the host, trees grow by the heads' confidence to as many nodes as the static one has, each at least that
+    likely (`specdec.drafters.grown_tree`). None takes the static tree's."""
 
     def __init__(self, tree: StaticTree, guesses: Guesses, target: DraftTarget) -> None:
         self._tree, self._guesses, self._target = tree, guesses, target
@@ -79,6 +92,8 @@ class HeadsDrafter:
     @torch.inference_mode()
     def propose(self, queries: Sequence[DraftQuery]) -> TokenTree:
         """Return one tree a query; the root alone unless the token before the root was the last one observed."""
+        if self.min_chance is not None:
+            return self._tree.grow(queries, self._guesses.ranking, self.min_chance)
         return self._tree.propose(queries, self._guesses.on_host)
 
     def observe(self, observation: Observation) -> None:

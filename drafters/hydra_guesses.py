@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.drafters.choices import Choice
-from specdec.drafters.coupling import coupled_scores
+from specdec.drafters.coupling import coupled_scores, likeliest
 from specdec.drafters.device_candidates import DeviceCandidates
+from specdec.drafters.grown_tree import Path, Rank
 from specdec.drafters.hydra_heads import HydraHeads
 from specdec.drafters.int8 import HostHeads
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget
@@ -96,6 +97,25 @@ class HydraGuesses:
 
         tokens: list[list[int]] = self._expand(found, hidden, 1 + len(choices), self._next_states, find)[:, 1:].tolist()
         return tokens
+
+    def ranking(self, queries: Sequence[DraftQuery], hidden: Tensor, width: int) -> Rank:
+        """Return what ranks the candidates of trees that grow; see `Guesses`."""
+        states = hidden
+
+        def rank(
+            sequences: Sequence[int], paths: Sequence[Path], above: Sequence[int]
+        ) -> tuple[list[list[int]], list[list[float]]]:
+            nonlocal states
+            asked, depth = [queries[b] for b in sequences], len(paths[0])
+            tokens = [(query.tokens[-1], *path) for query, path in zip(asked, paths, strict=True)]
+            embedded = self._embed(torch.tensor(tokens, device=hidden.device)).to(hidden)  # [P, depth + 1, H]
+            states = self._host.heads.next_states(hidden[list(sequences)], embedded, states[list(above)])
+            logits = self._host.project(states.unsqueeze(1), depth).squeeze(1).float()  # [P, V]
+            params, positions = [query.params for query in asked], [query.num_output + depth for query in asked]
+            columns, chances = likeliest(logits, params, positions, self._heads.token_ids, width)
+            return self._heads.tokens_of(columns).tolist(), chances.tolist()
+
+        return rank
 
     def on_device(self, query: DeviceQuery, positions: Tensor, found: Tensor, num_nodes: int) -> Tensor:
         """Return the tokens of the first nodes; see `Guesses`."""

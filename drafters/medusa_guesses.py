@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.choices import Choice
-from specdec.drafters.coupling import coupled_scores
+from specdec.drafters.coupling import coupled_scores, likeliest
 from specdec.drafters.device_candidates import DeviceCandidates
+from specdec.drafters.grown_tree import Path, Rank
 from specdec.drafters.int8 import HostHeads
 from specdec.drafters.medusa_heads import MedusaHeads
 from specdec.drafters.protocol import DeviceQuery, DraftQuery, DraftTarget
@@ -45,6 +46,23 @@ class MedusaGuesses:
         columns = scores.topk(1 + max(choice[-1] for choice in choices)).indices
         candidates = self._heads.tokens_of(columns).tolist()  # [R][K'][ranks]
         return [[ranked[len(choice) - 1][choice[-1]] for choice in choices] for ranked in candidates]
+
+    def ranking(self, queries: Sequence[DraftQuery], hidden: Tensor, width: int) -> Rank:
+        """Return what ranks the candidates of trees that grow; see `Guesses`."""
+        states = self._host.heads.states(hidden)  # [R, K, H]
+        params = [query.params for query in queries]
+
+        def rank(
+            sequences: Sequence[int], paths: Sequence[Path], above: Sequence[int]
+        ) -> tuple[list[list[int]], list[list[float]]]:
+            depth = len(paths[0])
+            logits = self._host.project(states[:, depth : depth + 1], depth).squeeze(1).float()  # [R, V]
+            positions = [query.num_output + depth for query in queries]
+            columns, chances = likeliest(logits, params, positions, self._heads.token_ids, width)
+            rows = list(sequences)
+            return self._heads.tokens_of(columns)[rows].tolist(), chances[rows].tolist()
+
+        return rank
 
     def on_device(self, query: DeviceQuery, positions: Tensor, found: Tensor, num_nodes: int) -> Tensor:
         """Return the tokens of the first nodes; see `Guesses`."""

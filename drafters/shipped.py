@@ -20,9 +20,12 @@ AUTO = "ngram+shipped"
 """The drafter that "auto" takes where there are heads for the model: n-grams where a match is long, else heads. It was
 faster than either alone over the demo's prompts on a CPU (`benchmarks/results/demo_cpu.json`), and over all prompts of
 the benchmark, one at a time, on a GPU (`acceptance_h200.json`)."""
-NODES = {"cpu": 2}
+NODES = {"cpu": 6}
 """Most nodes of a tree where nobody says how many; other devices take all that were stored. On a CPU large trees cost
 more than they bring (`benchmarks/results/heads_smollm2_cpu.json`)."""
+MIN_CHANCES = {"cpu": 0.08}
+"""Least chance of a node where nobody says how many: there trees grow (`specdec.drafters.grown_tree`). A row costs a
+twentieth of a step, a level of the draft half of that, so a node below pays for itself at best."""
 
 
 def shipped_folder(fingerprint: str) -> Path | None:
@@ -42,7 +45,7 @@ def load_shipped(
 
     Args:
         target: the model to draft for.
-        tree, max_nodes: as for the drafters of the kind; without either `NODES` says how many nodes are taken.
+        tree, max_nodes: as for the drafters of the kind; without either `NODES` and `MIN_CHANCES` limit the trees.
 
     Raises:
         ConfigError: there are none for this model, or an option is out of bounds.
@@ -74,9 +77,11 @@ def load_shipped_of(
             f"the heads that come with the package for this model are of the kind {heads_kind(folder)!r}, not "
             f'{kind!r}; write "shipped" for those, or "{kind}:PATH" for others'
         )
-    most = NODES.get(target.device.type) if max_nodes is None and tree is None else max_nodes
+    grows = max_nodes is None and tree is None
+    most = NODES.get(target.device.type) if grows else max_nodes
     drafter = make_drafter(f"{heads_kind(folder)}:{folder}", target, tree=tree, max_nodes=most)
     assert isinstance(drafter, HeadsDrafter)
+    drafter.min_chance = MIN_CHANCES.get(target.device.type) if grows else None
     return drafter
 
 

@@ -1,6 +1,6 @@
 """What drafters with heads share: a static tree, and the hidden state of each request's last committed token.
 
-Knows observations and budgets; not how tokens are guessed.
+Knows observations and budgets, and grows trees within them; not how tokens are guessed.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,13 +11,16 @@ from torch import Tensor
 
 from specdec.drafters.choices import Choice, as_choices, best_first_choices, default_accuracies
 from specdec.drafters.draft_heads import HeadsConfig
+from specdec.drafters.grown_tree import Rank, grow, parents_of
 from specdec.drafters.protocol import DraftQuery, DraftTarget, Observation
 from specdec.errors import ConfigError
 from specdec.verifier.tree import MAX_NODES, TokenTree
 
 Guess = Callable[[Sequence[DraftQuery], Tensor, Sequence[Choice]], list[list[int]]]
 """R queries, their hidden states [R, H] and the choices to fill → the tokens of the choices for each query."""
-
+Ranking = Callable[[Sequence[DraftQuery], Tensor, int], Rank]
+"""R queries, their hidden states [R, H] and most candidates of a node → what ranks the candidates."""
+_Drafted = tuple[list[int], list[int]]  # tokens below a root, and the parents with the root's
 
 DEFAULT_NODES = 16
 """Nodes of the default tree, root included: for heads that nobody measured."""
@@ -61,18 +64,39 @@ class StaticTree:
         self.chances = config.chances[: len(self.choices)] if measured and config.chances else None
         """How likely each choice is accepted on average; None if that isn't known."""
         self.parents = [-1, *(1 + self.choices.index(c[:-1]) if len(c) > 1 else 0 for c in self.choices)]
+        self._num_levels = config.num_heads
         self._seen: dict[int, _Seen] = {}
 
     def propose(self, queries: Sequence[DraftQuery], guess: Guess) -> TokenTree:
         """Return one tree a query; the root alone unless the token before the root was the last one observed."""
+
+        def fill(drafted: Sequence[DraftQuery], hidden: Tensor, sizes: Sequence[int]) -> list[_Drafted]:
+            tokens = guess(drafted, hidden, self.choices[: max(sizes) - 1])
+            return [(some[: size - 1], self.parents[:size]) for some, size in zip(tokens, sizes, strict=True)]
+
+        return self._propose(queries, fill)
+
+    def grow(self, queries: Sequence[DraftQuery], ranking: Ranking, min_chance: float) -> TokenTree:
+        """Return trees of as many nodes at most, where `propose` does, but of the likeliest nodes; see `grown_tree`."""
+
+        def fill(drafted: Sequence[DraftQuery], hidden: Tensor, sizes: Sequence[int]) -> list[_Drafted]:
+            grown = grow(ranking(drafted, hidden, max(sizes) - 1), sizes, self._num_levels, min_chance)
+            return [([path[-1] for path in paths], parents_of(paths)) for paths in grown]
+
+        return self._propose(queries, fill)
+
+    def _propose(
+        self,
+        queries: Sequence[DraftQuery],
+        fill: Callable[[Sequence[DraftQuery], Tensor, Sequence[int]], list[_Drafted]],
+    ) -> TokenTree:
         sizes = [self._num_nodes(query) for query in queries]
         drafted = [query for query, size in zip(queries, sizes, strict=True) if size > 1]
-        drafts = iter(guess(drafted, self._hidden(drafted), self.choices[: max(sizes) - 1]) if drafted else ())
-        tokens = [
-            [query.tokens[-1], *(next(drafts)[: size - 1] if size > 1 else ())]
-            for query, size in zip(queries, sizes, strict=True)
-        ]
-        return TokenTree.build(tokens, [self.parents[:size] for size in sizes])
+        large = [size for size in sizes if size > 1]
+        filled = iter(fill(drafted, self._hidden(drafted), large) if drafted else ())
+        trees = [next(filled) if size > 1 else ([], [-1]) for size in sizes]
+        tokens = [[query.tokens[-1], *below] for query, (below, _) in zip(queries, trees, strict=True)]
+        return TokenTree.build(tokens, [parents for _, parents in trees])
 
     def observe(self, observation: Observation) -> None:
         """Keep the hidden state of each request's last committed token."""

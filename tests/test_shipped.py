@@ -65,6 +65,16 @@ def test_shipped_heads_are_the_default(folder: Path, heads: Path) -> None:
     assert LLM(folder, "ngram", device="cpu").engine.drafter.name == "ngram", "a named drafter overrides"
 
 
+def test_trees_grow_on_a_cpu_where_nobody_gives_one(folder: Path, heads: Path) -> None:
+    target = target_of(AutoModelForCausalLM.from_pretrained(folder))
+    for name in ("shipped", "medusa", "hydra"):
+        grown = make_drafter(name, target)
+        assert isinstance(grown, HeadsDrafter) and grown.min_chance == shipped.MIN_CHANCES["cpu"]
+    for options in ({"tree": TREE}, {"max_nodes": 3}):
+        static = make_drafter("shipped", target, **options)
+        assert isinstance(static, HeadsDrafter) and static.min_chance is None
+
+
 def test_n_grams_with_heads_are_not_held_to_the_heads_tree(folder: Path, heads: Path) -> None:
     """Its nodes' chances would give a chain as few nodes as a tree that was cut. `both` merges trees on the host."""
     target = target_of(AutoModelForCausalLM.from_pretrained(folder))
