@@ -17,6 +17,7 @@ from specdec.drafters.heads import HeadsConfig, MedusaHeads, base_fingerprint, l
 from specdec.drafters.medusa import MedusaDrafter
 from specdec.engine.cost import save_table
 from specdec.hub.load import load
+from specdec.models.load import make_target
 from tests.costs import KEY, make_table
 
 Invoke = Callable[..., Result]
@@ -96,7 +97,7 @@ def test_the_size_is_what_the_cost_table_makes_fastest(
     accuracies = tmp_path / "accuracies.json"
     accuracies.write_text(json.dumps([[0.8, 0.1], [0.7, 0.1], [0.6, 0.1]]))
     model = load(folder, dtype=torch.float32, device="cpu").model
-    key = cost_key(model)
+    key = cost_key(model, prepacked=make_target(model, prepack=None).prepacked)
 
     def steps_at(dear: int) -> Path:
         return save_table(make_table(lambda s, n, c: 100.0 if n <= dear else 1e4, key=key), tmp_path / str(dear))

@@ -436,16 +436,18 @@ def test_the_table_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     model = tiny_llama(dtype=torch.float32)
     assert LLM(model).engine.node_budget.table is None
-    table = replace(FREE, key=cost_key(model))
+    here = make_target(model, prepack=None).prepacked
+    table = replace(FREE, key=cost_key(model, prepacked=here))
     path = save_table(table)
     assert LLM(model).engine.node_budget.table == table
     assert LLM(model, cost_table=None).engine.node_budget.table is None
     assert LLM(model, cost_table=DEAR).engine.node_budget.table is DEAR
     assert LLM(model, kv_cache_dtype="int8").engine.node_budget.table is None
-    of_int8 = replace(DEAR, key=cost_key(model, kv_cache="int8-g8"))
+    of_int8 = replace(DEAR, key=cost_key(model, kv_cache="int8-g8", prepacked=here))
     save_table(of_int8)
     assert LLM(model, kv_cache_dtype="int8", kv_group_size=8).engine.node_budget.table == of_int8
     assert LLM(model).engine.node_budget.table == table
+    assert (LLM(model, prepack=False).engine.node_budget.table is None) is here
     assert LLM(model, dtype="float64").engine.node_budget.table is None
     assert build_engine(model, "none", EngineConfig()).node_budget.table is None
     with pytest.raises(ConfigError, match='cost_table must be a CostTable, "auto" or None, not 3'):
