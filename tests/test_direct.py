@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages, dequantize, load, store
 from specdec.kernels.gpu import attention, direct, wide
-from specdec.kernels.gpu.direct import HEAD_DIM, KEY_TILE
+from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_splits
 from specdec.kernels.gpu.pages import pointers
 from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly

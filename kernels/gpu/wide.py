@@ -11,7 +11,6 @@ of the same products in the same sixteens, one after the other.
 
 from collections.abc import Sequence
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,23 +18,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from specdec.kernels.gpu.direct import (
+from specdec.kernels.gpu.codes import (
     HEAD_DIM,
     KEY_TILE,
-    KINDS,
     STAGES,
     WARPS,
-    _after,
-    _along,
-    _beside,
-    _blocks_of,
-    _fetch_both,
-    _of_pairs,
-    _only,
-    _room,
-    _take,
-    _upper,
-    _words,
+    Bases,
+    along_dim,
+    beside_words,
+    blocks_of,
+    fetch_both,
+    is_upper,
+    launch,
+    made_for,
+    of_pairs,
+    only_dim,
+    room,
+    stage_after,
+    take_words,
+    words_layout,
 )
 from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
@@ -56,19 +57,17 @@ _TOTAL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, 8
 _KEPT = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 
 
-def _placed(
-    registers: list[list[int]], lanes: list[list[int]], warps: list[list[int]], shape: list[int]
-) -> gl.DistributedLinearLayout:
+def _placed(registers: Bases, lanes: Bases, warps: Bases, shape: list[int]) -> gl.DistributedLinearLayout:
     """Where elements are, by 1, 2, 4, … of a thread's registers, of the lanes, of the warps."""
     return gl.DistributedLinearLayout(registers, lanes, warps, block_bases=[], shape=shape)
 
 
 _KEYS = gl.constexpr(
-    _words([[0, 4], [0, 8], [0, 16], [8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]])
+    words_layout([[0, 4], [0, 8], [0, 16], [8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]])
 )
 """A thread hands over every fourth word of two keys: of each sixteen values that a product sums at once four."""
 _VALUES = gl.constexpr(
-    _words([[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]])
+    words_layout([[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]])
 )
 """A thread hands over one word of sixteen rows: four columns, and of each sixteen rows four."""
 _PARTS = gl.constexpr(
@@ -106,9 +105,9 @@ def _keys(words, scales, upper, kind: gl.constexpr):
 @gluon.jit
 def _values(words, scales, upper, kind: gl.constexpr):
     """[HEAD_DIM, KEY_TILE] bf16, the columns in the order 0, 4, …, 28, 1, …, 29, 32, …, 125, 2, 6, …, 127."""
-    even, odd = _of_pairs(words)
-    of_even, of_odd = _of_pairs(scales)
-    even_upper, odd_upper = _of_pairs(upper)
+    even, odd = of_pairs(words)
+    of_even, of_odd = of_pairs(scales)
+    even_upper, odd_upper = of_pairs(upper)
     select = even_upper * 0x22 + odd_upper * 0x2200 + 0x5410
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", [even, odd, of_even, of_odd, select], pack=1,
@@ -154,8 +153,8 @@ def _attend(
     position = gl.convert_layout(position, gl.SliceLayout(0, _SUM))
     for tile in range(first, end):
         async_copy.wait_group(STAGES - 1)
-        words, scales = _take(kept[0], stage, _KEYS, GROUPS)
-        keys = _keys(words, _beside(scales, words), _upper(words, head, G, GROUPS), k_pages.kind)
+        words, scales = take_words(kept[0], stage, _KEYS, GROUPS)
+        keys = _keys(words, beside_words(scales, words), is_upper(words, head, G, GROUPS), k_pages.kind)
         s = warpgroup_mma(keys, q_kept.permute((1, 0)), none, use_acc=False) * factor
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _SUM))
@@ -170,17 +169,17 @@ def _attend(
         of_acc = gl.convert_layout(of_acc, gl.SliceLayout(0, _SUM), assert_trivial=True)
         p_kept.store(gl.exp2(s - finite[None, :]).to(gl.bfloat16))
         fence_async_shared()
-        words, scales = _take(kept[1], stage, _VALUES, GROUPS)
-        scales = _beside(scales, words)
+        words, scales = take_words(kept[1], stage, _VALUES, GROUPS)
+        scales = beside_words(scales, words)
         if MASKED:  # a weight of 0 makes nothing of what stands in a slot not in use, unless its scale is infinite
-            place, _ = gl.broadcast(_along(gl.arange(0, KEY_TILE, _only(0, words.type.layout)), 0), words)
+            place, _ = gl.broadcast(along_dim(gl.arange(0, KEY_TILE, only_dim(0, words.type.layout)), 0), words)
             scales = gl.where(place <= last - tile * KEY_TILE, scales, 0)
-        values = _values(words, scales, _upper(words, head, G, GROUPS), v_pages.kind)
+        values = _values(words, scales, is_upper(words, head, G, GROUPS), v_pages.kind)
         total = warpgroup_mma(p_kept.permute((1, 0)), ones, total * keep[:, None])
-        _fetch_both(kept, k_pages, v_pages, head, blocks, stage, tile + STAGES < to_tile, BLOCK_SIZE, G)
+        fetch_both(kept, k_pages, v_pages, head, blocks, stage, tile + STAGES < to_tile, BLOCK_SIZE, G)
         acc = warpgroup_mma(values, p_kept, acc * of_acc[None, :])
-        blocks = _blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS)
-        stage = _after(stage)
+        blocks = blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS)
+        stage = stage_after(stage)
     return m, total, acc, blocks, stage
 
 
@@ -224,12 +223,12 @@ def wide_kernel(
         whole = gl.minimum(to_tile, whole)
         num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
         table_at = table_ptr + sequence.to(gl.int64) * table_stride
-        kept = _room(GROUPS), _room(GROUPS)
+        kept = room(GROUPS), room(GROUPS)
         for ahead in gl.static_range(STAGES):
             tile = from_tile + ahead
-            blocks = _blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS)
-            _fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G)
-        blocks = _blocks_of(table_at, from_tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
+            blocks = blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS)
+            fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G)
+        blocks = blocks_of(table_at, from_tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
         at = gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES))
         q_at = ((first_row + at // GROUP).to(gl.int64) * H + kv_head * GROUP + at % GROUP) * D
         q_at = q_at[:, None] + gl.arange(0, D, gl.SliceLayout(0, _QUERIES))[None, :]
@@ -275,16 +274,7 @@ def takes(q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, 
         work: the batch.
         sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
     """
-    made_for = (
-        pages.kind.value in KINDS
-        and q.dtype == torch.bfloat16
-        and q.shape[2] == HEAD_DIM.value
-        and work.tree_block == ROWS.value
-        and sizes["PDL"]
-        and not sizes["SOFTCAP"]
-        and not sizes["WINDOW"]
-    )
-    return bool(made_for) and work.max_context >= MIN_CONTEXT
+    return made_for(q, pages, work, ROWS.value, sizes) and work.max_context >= MIN_CONTEXT
 
 
 def attend(
@@ -302,10 +292,4 @@ def attend(
         num_splits: how many there are.
         sizes: what attention kernels are compiled for.
     """
-    names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "PDL")
-    wide_kernel[(len(work.tree_tiles), sizes["G"], num_splits)](
-        q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
-        work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
-        *(sizes[name] for name in names), num_warps=WARPS.value, maxnreg=MAX_REGISTERS,
-        enable_fp_fusion=False, launch_pdl=sizes["PDL"],
-    )  # fmt: skip
+    launch(wide_kernel, MAX_REGISTERS, q, pages, state, work, scale, num_splits, sizes)
