@@ -8,7 +8,6 @@ times as long (`benchmarks/linear_cpu.py` measures both). It is a second copy of
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16)
 _ROWS = 16  # that the order is chosen for; all that were tried, from 4 to 256, chose the same
 
 

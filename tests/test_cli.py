@@ -24,10 +24,13 @@ from specdec.engine.cost import CostTable
 from specdec.errors import DownloadError, OutOfBlocks
 from specdec.kernels.formats import FORMATS
 from specdec.kernels.ops import triton_ops
+from specdec.kernels.prepack import can_prepack
 from specdec.models.decoder import Decoder
 from specdec.outputs import Completion
 
 Invoke = Callable[..., Result]
+
+PREPACKED = can_prepack(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture
@@ -131,7 +134,10 @@ def test_info_plans_the_memory(invoke: Invoke) -> None:
     assert facts["bytes a token"] == "120 (int8, 8 values a scale)"  # 3 layers, keys and values, 2 heads of 8 + 2 bytes
     assert facts["kv cache"] == "4.00 MiB: 2,184 blocks of 16 tokens"
     assert facts["fits"] == "34,944 tokens: 546 requests of 60; max_num_seqs lets 16 run at once"
-    assert facts["graphs"].startswith("none: ") and facts["weights"].endswith(" parameters")
+    assert facts["graphs"].startswith("none: ") and "29,408 parameters" in facts["weights"]
+    assert facts["weights"].endswith(", and as much again prepacked") is PREPACKED
+    plain = json.loads(invoke(*plan, "--kv-cache-memory", "4MiB", "--no-prepack").stdout)
+    assert plain["weights"].endswith(" parameters")
     refused = invoke(*plan, "--kv-cache-memory", "5KiB")
     assert refused.exit_code == 2 and "at least 4 blocks (7.50 KiB) or a max_model_len of at most 32" in refused.output
 
@@ -159,7 +165,7 @@ def test_tune_measures_once_and_info_names_the_file(
     assert result.exit_code == 0, result.output
     table = json.loads(result.stdout)
     assert (table["num_seqs"], table["contexts"], table["num_nodes"][-1]) == ([1, 2], [16, 64], 64)
-    assert "--contexts=64,16" in table["command"] and table["key"]["dtype"] == "float32"
+    assert "--contexts=64,16" in table["command"] and table["key"]["dtype"] == "float32" + "-prepacked" * PREPACKED
     assert [str(path) for path in (tmp_path / "costs").iterdir()] == [table["file"]]
     fact = json.loads(invoke("info", "--json").stdout)["cost table"]
     assert fact == f"{table['file']}, measured {table['measured']}"
@@ -178,6 +184,12 @@ def test_tune_measures_once_and_info_names_the_file(
     assert llm.engine.node_budget.table is not None and not llm.engine.node_budget.table.key.deterministic
     assert table["file"] in json.loads(invoke("info", "--json").stdout)["cost table"]
     assert other["file"] in json.loads(invoke("info", "--json", "--no-deterministic").stdout)["cost table"]
+    missing = json.loads(invoke("info", "--json", "--no-prepack").stdout)["cost table"]
+    assert missing.startswith("none: run `specdec tune --no-prepack`") is PREPACKED
+    plain = json.loads(invoke(*args, "--no-prepack", "--json").stdout)
+    assert plain["key"]["dtype"] == "float32" and (plain["file"] != table["file"]) is PREPACKED
+    assert plain["file"] in json.loads(invoke("info", "--json", "--no-prepack").stdout)["cost table"]
+    assert table["file"] in json.loads(invoke("info", "--json").stdout)["cost table"]
     quantized = ("--kv-cache-dtype", "int8", "--kv-group-size", "8")
     missing = json.loads(invoke("info", "--json", *quantized).stdout)["cost table"]
     assert missing.startswith("none: run `specdec tune --kv-cache-dtype int8 --kv-group-size 8`")

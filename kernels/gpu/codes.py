@@ -72,6 +72,34 @@ def along_dim(x, dim: gl.constexpr):
 
 
 @gluon.jit
+def seen(sequence, first_row, lane, ok, reads, GROUP: gl.constexpr, CHAINS: gl.constexpr):
+    """The last key that each row of a tile of nodes sees, and any; the end of tiles, and of those that all rows see.
+
+    Of trees, whose own keys aren't read here, all rows see the same tiles.
+    """
+    context_ptr, positions_ptr, ancestors_ptr = reads
+    if CHAINS:
+        row = first_row + lane // GROUP
+        position = gl.load(positions_ptr + row, mask=ok, other=0).to(gl.int32)
+        position = gl.where(gl.load(ancestors_ptr + row, mask=ok, other=0) != 0, position, -1)  # padding sees nothing
+        last = gl.max(position, 0)
+        end = (last + KEY_TILE) // KEY_TILE
+        whole = (gl.min(gl.where(position < 0, last, position), 0) + 1) // KEY_TILE
+    else:
+        position = lane  # unused
+        last = gl.load(context_ptr + sequence).to(gl.int32) - 1
+        whole = (last + 1) // KEY_TILE
+        end = whole
+    return position, last, end, whole
+
+
+@gluon.jit
+def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
+    """The first tile of a split."""
+    return gl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
+
+
+@gluon.jit
 def room(GROUPS: gl.constexpr):
     """Shared memory for the words of a few tiles, and for those with their scales."""
     codes = gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, HEAD_DIM // 4], _KEPT)

@@ -34,7 +34,9 @@ from specdec.kernels.gpu.codes import (
     of_pairs,
     only_dim,
     room,
+    seen,
     stage_after,
+    start_of,
     take_words,
     words_layout,
 )
@@ -203,21 +205,9 @@ def wide_kernel(
     count, first_node = gl.load(tiles_ptr + tile_of * 4 + 2), gl.load(tiles_ptr + tile_of * 4 + 3)
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
     ok = lane // GROUP < count
-    if CHAINS:
-        row = first_row + lane // GROUP
-        position = gl.load(positions_ptr + row, mask=ok, other=0).to(gl.int32)
-        position = gl.where(gl.load(ancestors_ptr + row, mask=ok, other=0) != 0, position, -1)  # padding sees nothing
-        last = gl.max(position, 0)
-        end = (last + TILE) // TILE
-        # Tiles that every row sees need no masks.
-        whole = (gl.min(gl.where(position < 0, last, position), 0) + 1) // TILE
-    else:
-        position = lane  # unused
-        last = gl.load(context_ptr + sequence).to(gl.int32) - 1
-        whole = (last + 1) // TILE  # tiles that every node sees
-        end = whole
-    from_tile = gl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
-    to_tile = gl.where(split + 1 < NUM, (split + 1) * SMALL, SMALL * NUM + (split + 1 - NUM) * LARGE)
+    reads = context_ptr, positions_ptr, ancestors_ptr
+    position, last, end, whole = seen(sequence, first_row, lane, ok, reads, GROUP, CHAINS)
+    from_tile, to_tile = start_of(split, SMALL, NUM, LARGE), start_of(split + 1, SMALL, NUM, LARGE)
     if from_tile < end if CHAINS else from_tile <= end:
         to_tile = gl.minimum(to_tile, end)
         whole = gl.minimum(to_tile, whole)

@@ -9,7 +9,7 @@ import click
 
 from specdec import __version__
 from specdec.cli.memory import check_facts, plan_facts
-from specdec.cli.options import DEFAULT_MODEL, cache_options, deterministic_option
+from specdec.cli.options import DEFAULT_MODEL, cache_options, deterministic_option, prepack_option
 from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy", "safetens
 @click.option("--plan", is_flag=True, help="Load the model and say what fits in memory.")
 @click.option("--check-cache", is_flag=True, help="Load the model and measure what each cache format does to it.")
 @click.option("--drafter", default="auto", help="For --plan: a draft model's cache counts too.")
+@prepack_option
 @cache_options
 @click.option("--max-model-len", type=int, help="For --plan: most tokens of a request.")
 @click.option("--max-num-seqs", type=int, default=16, help="For --plan: requests at once.")
@@ -39,7 +40,7 @@ def info(as_json: bool, plan: bool, check_cache: bool, deterministic: bool, **op
     from specdec.engine.config import EngineConfig
 
     place = {name: options[name] for name in ("model", "device", "dtype")}
-    stored = {name: options[name] for name in ("kv_cache_dtype", "kv_group_size")}
+    stored = {name: options[name] for name in ("prepack", "kv_cache_dtype", "kv_group_size")}
     facts = _facts(**place, config=EngineConfig(deterministic=deterministic, **stored))
     if plan:
         facts |= plan_facts(options)
@@ -131,12 +132,17 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
 
 
 def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", config: "EngineConfig") -> str:
-    """The newest table of a model of this name here; the engine also looks at the weights, which aren't opened."""
+    """The newest table of a model of this name here; the engine also looks at the weights, which aren't opened.
+
+    They are taken to be prepacked where that can be, unless they are asked not to be.
+    """
     import torch
 
     from specdec.engine.cost import costs_folder, device_name, list_tables, read_table
+    from specdec.kernels.prepack import can_prepack
 
-    here = (device_name(device), _short(dtype), torch.__version__, config.deterministic, config.kv_cache_name)
+    kind = _short(dtype) + ("-prepacked" if config.prepack is not False and can_prepack(device, dtype) else "")
+    here = (device_name(device), kind, torch.__version__, config.deterministic, config.kv_cache_name)
     for path in list_tables():
         try:
             table = read_table(path)
@@ -147,6 +153,8 @@ def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", config
         if there == here and table.model in (model, Path(model).resolve().name):
             return f"{path}, measured {table.measured}"
     command = "specdec tune" if config.deterministic else "specdec tune --no-deterministic"
+    if config.prepack is not None:
+        command += f" --{'' if config.prepack else 'no-'}prepack"
     if config.kv_cache_dtype != "auto":
         command += f" --kv-cache-dtype {config.kv_cache_dtype}"
     if config.kv_group_size is not None:
