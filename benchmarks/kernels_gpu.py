@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import ModuleType
 
 import click
 import torch
@@ -30,9 +29,12 @@ from torch import Tensor
 from specdec.cache.pages import KVLayout, KVPages
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import load
-from specdec.kernels.gpu import direct, fast, wide
+from specdec.kernels.gpu import fast
 from specdec.kernels.gpu.attention import tree_attention
+from specdec.kernels.gpu.codes import CodesKernel
+from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
+from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import AttentionWork, uniform_work
 
 CACHE = 50 << 20
@@ -303,21 +305,8 @@ DIRECT_CASES = [
 @click.option("--formats", default="int8,fp8", help="Values of kv_cache_dtype.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def direct_codes(formats: str, path: str | None) -> None:
-    """A captured step's attention whose codes go through shared memory, and straight to the tensor cores."""
-    rows: list[dict[str, object]] = []
-    for shape in DIRECT_CASES:
-        native = Case(*shape)
-        native_us = round(native.ours(native.work), 1)
-        for name in formats.split(","):
-            case = Case(*shape, kv_cache_dtype=name)
-            row: dict[str, object] = {"kv_cache_dtype": name, "sequences": shape[0], "context": shape[1]}
-            row |= {"nodes": shape[2], "native_us": native_us}
-            for how, min_context in (("shared", NEVER), ("direct", 0)):
-                with taken_from(direct, min_context):
-                    row[f"{how}_us"] = round(case.ours(case.work), 1)
-            click.echo(str(row))
-            rows.append(row)
-    write(path, {"rows": rows})
+    """A captured step's attention whose values go through shared memory, and whose codes go to the tensor cores."""
+    write(path, {"rows": _of_codes(DIRECT_CASES, formats.split(","), "direct", DIRECT, {"us": "work"})})
 
 
 WIDE_CASES = [
@@ -331,24 +320,38 @@ WIDE_CASES = [
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def wide_codes(formats: str, path: str | None) -> None:
     """The same of tiles of 64 rows, of chains and of trees."""
+    kinds = {"us": "work", "tree_us": "meta"}
+    write(path, {"rows": _of_codes(WIDE_CASES, formats.split(","), "wide", WIDE, kinds)})
+
+
+def _of_codes(
+    cases: Sequence[tuple[int, int, int]], formats: Sequence[str], name: str, way: CodesKernel, kinds: dict[str, str]
+) -> list[dict[str, object]]:
+    """Microseconds over native pages and, of each format, without and with a kernel over codes.
+
+    Args:
+        cases: sequences, contexts, nodes.
+        formats: values of kv_cache_dtype.
+        name, way: the kernel.
+        kinds: how a time's name ends, and the attribute of a `Case` that is measured.
+    """
     rows: list[dict[str, object]] = []
-    for shape in WIDE_CASES:
-        native = Case(*shape)
-        native_us = {
-            "native_us": round(native.ours(native.work), 1),
-            "native_tree_us": round(native.ours(native.meta), 1),
-        }
-        for name in formats.split(","):
-            case = Case(*shape, kv_cache_dtype=name)
-            row: dict[str, object] = {"kv_cache_dtype": name, "sequences": shape[0], "context": shape[1]}
-            row |= {"nodes": shape[2], **native_us}
-            for how, min_context in (("shared", NEVER), ("wide", 0)):
-                with taken_from(wide, min_context):
-                    row |= {f"{how}_us": round(case.ours(case.work), 1)}
-                    row |= {f"{how}_tree_us": round(case.ours(case.meta), 1)}
+
+    def measured(case: Case, how: str) -> dict[str, float]:
+        return {f"{how}_{end}": round(case.ours(getattr(case, kind)), 1) for end, kind in kinds.items()}
+
+    for shape in cases:
+        native = measured(Case(*shape), "native")
+        for kv_cache_dtype in formats:
+            case = Case(*shape, kv_cache_dtype=kv_cache_dtype)
+            row: dict[str, object] = {"kv_cache_dtype": kv_cache_dtype, "sequences": shape[0], "context": shape[1]}
+            row |= {"nodes": shape[2], **native}
+            for how, min_context in (("shared", NEVER), (name, 0)):
+                with taken_from(way, min_context):
+                    row |= measured(case, how)
             click.echo(str(row))
             rows.append(row)
-    write(path, {"rows": rows})
+    return rows
 
 
 @main.command()
@@ -358,20 +361,20 @@ def launch(name: str) -> None:
     case = Case(32, 8192, 1, kv_cache_dtype=name)
     page = case.pages[0]
     for min_context in (NEVER, 0):
-        with taken_from(direct, min_context):
+        with taken_from(DIRECT, min_context):
             tree_attention(case.q, page.k[0], page.v[0], case.work, scale=case.head_dim**-0.5)
     torch.cuda.synchronize()
 
 
 @contextmanager
-def taken_from(way: ModuleType, min_context: int) -> Iterator[None]:
-    """Let `direct` or `wide` be taken from another length of a context on."""
-    before = way.MIN_CONTEXT
-    way.MIN_CONTEXT = min_context
+def taken_from(way: CodesKernel, min_context: int) -> Iterator[None]:
+    """Let a kernel over codes be taken from another length of a context on."""
+    before = way.min_context
+    way.min_context = min_context
     try:
         yield
     finally:
-        way.MIN_CONTEXT = before
+        way.min_context = before
 
 
 def _attention_row(case: Case, bandwidth: float) -> dict[str, object]:

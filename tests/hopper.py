@@ -78,8 +78,8 @@ def attend(
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
     work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, kv_heads, dim, 1024, chains)
     if direct:
-        for way in (attention.direct, attention.wide):
-            way.takes = lambda *args, rows=way.ROWS.value: work.tree_block == rows
+        for way in (attention.DIRECT, attention.WIDE):
+            way.takes = lambda *args, rows=way.rows: work.tree_block == rows
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages, dequantize, load, store
-from specdec.kernels.gpu import attention, direct, wide
+from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE
+from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_splits
 from specdec.kernels.gpu.pages import pointers
 from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
+from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import AttentionWork, uniform_work
 from tests import gluon_torch, ptx
 from tests.kernels import DEVICE, ON_GPU
@@ -23,7 +25,7 @@ from tests.test_formats import on_hopper
 
 DIM, TILE = HEAD_DIM.value, KEY_TILE.value
 GROUP, SCALE = 4, DIM**-0.5
-KERNELS = {16: direct.direct_kernel, 64: wide.wide_kernel}
+KERNELS = {way.rows: way.kernel for way in (DIRECT, WIDE)}
 """By rows × grouped heads of a tile."""
 SHAPES = [
     ("int8", 64, 16, 2, 3),
@@ -137,8 +139,8 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
     b = make_batch(kind, group, block_size, kv_heads, nodes, [200, 63, 0, 128, 5000], chains=chains)
     want = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
     launched = []
-    for way in (direct, wide):
-        monkeypatch.setattr(way, "MIN_CONTEXT", 0)
+    for way in (DIRECT, WIDE):
+        monkeypatch.setattr(way, "min_context", 0)
         monkeypatch.setattr(way, "attend", lambda *args, attend=way.attend: launched.append(attend(*args)))
     assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
     assert launched, "both were of the same kernel"
@@ -148,9 +150,9 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
 @pytest.mark.parametrize("nodes", [3, 11])
 def test_chains_whose_splits_are_merged(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     b = make_batch("int8", 64, 16, 2, nodes, [200, 63, 321], chains=True)
-    way, kernel = (direct, direct.direct_kernel) if nodes == 3 else (wide, wide.wide_kernel)
+    way = DIRECT if nodes == 3 else WIDE
     monkeypatch.setattr(way, "takes", lambda *args: True)
-    monkeypatch.setattr(way, kernel.fn.__name__, InTorch(kernel))
+    monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
     got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
     for row in range(len(b.q) - 1):
         _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)

@@ -5,7 +5,6 @@ the arithmetic of `specdec.kernels.gpu.online`. Which kernel runs which rows is 
 """
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import triton
@@ -13,13 +12,15 @@ from torch import Tensor
 
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import Pages
-from specdec.kernels.gpu import direct, wide
 from specdec.kernels.gpu.chain import chain_kernel, merge_kernel
 from specdec.kernels.gpu.chunk import chunk_kernel
+from specdec.kernels.gpu.codes import CodesKernel
+from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.launch import overlap
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, key_tile, num_splits
 from specdec.kernels.gpu.pages import PagePointers, pointers
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
+from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 
 MERGED_ROWS = 16
@@ -55,9 +56,9 @@ class _Call:
         return options
 
     @property
-    def of_codes(self) -> ModuleType | None:
+    def of_codes(self) -> CodesKernel | None:
         """What takes the place of the kernels that read the context of a tile of nodes, if anything does."""
-        return next((way for way in (direct, wide) if way.takes(self.q, self.pages[0], self.work, self.shape)), None)
+        return next((way for way in (DIRECT, WIDE) if way.takes(self.q, self.pages[0], self.work, self.shape)), None)
 
     @property
     def group_block(self) -> int:

@@ -5,6 +5,7 @@ there what it hands to the tensor cores.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ STAGES = gl.constexpr(2)
 """Tiles that have room in shared memory, one that is read and those on their way: with 3 both kernels are slower on an
 H200 (`benchmarks/results/direct_h200.json`, `wide_h200.json`)."""
 KINDS = ("int8", "fp8", "fp8_e4m3")
-"""Formats whose codes it reads."""
+"""Formats whose codes they read."""
 
 Bases = list[list[int]]
 """Where the first, the second, the fourth, … element of a layout's registers, lanes or warps is."""
@@ -199,42 +200,61 @@ def beside_words(scales, words):
     return scales
 
 
-def made_for(q: Tensor, pages: PagePointers, work: AttentionWork, rows: int, sizes: dict[str, object]) -> bool:
-    """Return whether a kernel over such tiles can run a batch.
+@dataclass(eq=False)
+class CodesKernel:
+    """A kernel over such tiles, and when it is taken.
 
     Args:
-        q: [N, num_heads, D].
-        pages: the keys'.
-        work: the batch.
-        rows: rows × grouped heads of a tile of the kernel's.
-        sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
-    """
-    return bool(
-        pages.kind.value in KINDS
-        and q.dtype == torch.bfloat16
-        and q.shape[2] == HEAD_DIM.value
-        and work.tree_block == rows
-        and sizes["PDL"]
-        and not sizes["SOFTCAP"]
-        and not sizes["WINDOW"]
-    )
-
-
-def launch(
-    kernel: Any, max_registers: int, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor],
-    work: AttentionWork, scale: float, num_splits: int, sizes: dict[str, object],
-) -> None:  # fmt: skip
-    """Launch a kernel over such tiles, a program for each tile of nodes, key head and split.
-
-    Args:
-        kernel: `direct_kernel` or `wide_kernel`.
+        kernel: of a program for each tile of nodes, key head and split.
+        rows: rows × grouped heads of a tile.
         max_registers: of a thread.
-        q, pages, state, work, scale, num_splits, sizes: as for `specdec.kernels.gpu.direct.attend`.
+        min_context: it is the faster one for contexts from this length on.
     """
-    names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "PDL")
-    kernel[(len(work.tree_tiles), sizes["G"], num_splits)](
-        q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
-        work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
-        *(sizes[name] for name in names), num_warps=WARPS.value, maxnreg=max_registers, enable_fp_fusion=False,
-        launch_pdl=sizes["PDL"],
-    )  # fmt: skip
+
+    kernel: Any
+    rows: int
+    max_registers: int
+    min_context: int
+
+    def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, object]) -> bool:
+        """Return whether this kernel is the faster one for a batch, of those that it is made for.
+
+        Args:
+            q: [N, num_heads, D].
+            pages: the keys'.
+            work: the batch.
+            sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
+        """
+        made_for = (
+            pages.kind.value in KINDS
+            and q.dtype == torch.bfloat16
+            and q.shape[2] == HEAD_DIM.value
+            and work.tree_block == self.rows
+            and sizes["PDL"]
+            and not sizes["SOFTCAP"]
+            and not sizes["WINDOW"]
+        )
+        return bool(made_for) and work.max_context >= self.min_context
+
+    def attend(
+        self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
+        num_splits: int, sizes: dict[str, object],
+    ) -> None:  # fmt: skip
+        """Put down the states of splits as `chain_kernel` does for chains, and `context_kernel` for trees.
+
+        Args:
+            q: [N, num_heads, D].
+            pages: keys and values.
+            state: where they go.
+            work: the batch: chains if it counts those that arrived.
+            scale: factor on the scores.
+            num_splits: how many there are.
+            sizes: what attention kernels are compiled for.
+        """
+        names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "PDL")
+        self.kernel[(len(work.tree_tiles), sizes["G"], num_splits)](
+            q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
+            work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
+            *(sizes[name] for name in names), num_warps=WARPS.value, maxnreg=self.max_registers,
+            enable_fp_fusion=False, launch_pdl=sizes["PDL"],
+        )  # fmt: skip

@@ -11,10 +11,7 @@ The bits are those of the other kernels (`tests/test_direct.py`). It is for tile
 for those of 64.
 """
 
-from collections.abc import Sequence
-
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -24,13 +21,12 @@ from specdec.kernels.gpu.codes import (
     KEY_TILE,
     STAGES,
     WARPS,
+    CodesKernel,
     along_dim,
     beside_words,
     blocks_of,
     fetch_both,
     is_upper,
-    launch,
-    made_for,
     of_pairs,
     only_dim,
     room,
@@ -40,22 +36,15 @@ from specdec.kernels.gpu.codes import (
     take_words,
     words_layout,
 )
-from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
-from specdec.kernels.work import AttentionWork
 
-ROWS, MAX_REGISTERS = gl.constexpr(16), 128
-"""Rows × grouped heads of a tile, and registers of a thread: of 96 to 168 the fastest on an H200
-(`benchmarks/results/direct_h200.json`)."""
-MIN_CONTEXT = 4096
-"""It is taken for contexts from this length on. Measured on an H200 with 1 to 32 sequences of 1,024 to 131,072 tokens:
-in short ones, whose splits are two tiles each, `chain_kernel` is ahead, which merges them itself."""
+ROWS = gl.constexpr(16)
+"""Rows × grouped heads of a tile."""
 
 _SUM = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, WARPS.value], [16, 8]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUM.value, 2))
 _RIGHT = gl.constexpr(gl.DotOperandLayout(1, _SUM.value, 2))
 _KEPT_LEFT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-
 
 _KEYS = gl.constexpr(
     words_layout([[0, 4], [0, 8], [0, 16], [32, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]])
@@ -217,31 +206,7 @@ def direct_kernel(
         gl.store(acc_at, acc, mask=(of_out // GROUP < count)[:, None])
 
 
-def takes(q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, object]) -> bool:
-    """Return whether this kernel is the faster one for a batch, of those that it is made for.
-
-    Args:
-        q: [N, num_heads, D].
-        pages: the keys'.
-        work: the batch.
-        sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
-    """
-    return made_for(q, pages, work, ROWS.value, sizes) and work.max_context >= MIN_CONTEXT
-
-
-def attend(
-    q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
-    num_splits: int, sizes: dict[str, object],
-) -> None:  # fmt: skip
-    """Put down the states of splits as `chain_kernel` does for chains, and `context_kernel` for trees.
-
-    Args:
-        q: [N, num_heads, D].
-        pages: keys and values.
-        state: where they go.
-        work: the batch: chains if it counts those that arrived.
-        scale: factor on the scores.
-        num_splits: how many there are.
-        sizes: what attention kernels are compiled for.
-    """
-    launch(direct_kernel, MAX_REGISTERS, q, pages, state, work, scale, num_splits, sizes)
+DIRECT = CodesKernel(direct_kernel, ROWS.value, max_registers=128, min_context=4096)
+"""On an H200 128 registers are the fastest of 96 to 168; and in short contexts, whose splits are two tiles each,
+`chain_kernel` is ahead, which merges them itself (`benchmarks/results/direct_h200.json`, 1 to 32 sequences of 1,024 to
+131,072 tokens)."""

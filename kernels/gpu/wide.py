@@ -9,10 +9,7 @@ The bits are those of the other kernels (`tests/test_direct.py`), whose operands
 of the same products in the same sixteens, one after the other.
 """
 
-from collections.abc import Sequence
-
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -24,13 +21,12 @@ from specdec.kernels.gpu.codes import (
     STAGES,
     WARPS,
     Bases,
+    CodesKernel,
     along_dim,
     beside_words,
     blocks_of,
     fetch_both,
     is_upper,
-    launch,
-    made_for,
     of_pairs,
     only_dim,
     room,
@@ -40,16 +36,10 @@ from specdec.kernels.gpu.codes import (
     take_words,
     words_layout,
 )
-from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
-from specdec.kernels.work import AttentionWork
 
-ROWS, MAX_REGISTERS = gl.constexpr(64), 168
-"""Rows × grouped heads of a tile, and registers of a thread: three programs on each multiprocessor. On an H200 255 are
-as fast, and 3 stages slower (`benchmarks/results/wide_h200.json`)."""
-MIN_CONTEXT = 4096
-"""It is taken for contexts from this length on: in shorter ones, whose splits are two tiles each, the others are as
-fast or ahead. Measured on an H200 with 1 to 32 sequences of 1,024 to 131,072 tokens."""
+ROWS = gl.constexpr(64)
+"""Rows × grouped heads of a tile."""
 
 _SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, ROWS.value, 16]))
 """Scores of 64 keys, or 64 of the columns of values: each thread has two of them, of sixteen rows."""
@@ -255,31 +245,7 @@ def wide_kernel(
         gl.store(acc_at, acc, mask=(of_out // GROUP < count)[None, :])
 
 
-def takes(q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, object]) -> bool:
-    """Return whether this kernel is the faster one for a batch, of those that it is made for.
-
-    Args:
-        q: [N, num_heads, D].
-        pages: the keys'.
-        work: the batch.
-        sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
-    """
-    return made_for(q, pages, work, ROWS.value, sizes) and work.max_context >= MIN_CONTEXT
-
-
-def attend(
-    q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
-    num_splits: int, sizes: dict[str, object],
-) -> None:  # fmt: skip
-    """Put down the states of splits as `chain_kernel` does for chains, and `context_kernel` for trees.
-
-    Args:
-        q: [N, num_heads, D].
-        pages: keys and values.
-        state: where they go.
-        work: the batch: chains if it counts those that arrived.
-        scale: factor on the scores.
-        num_splits: how many there are.
-        sizes: what attention kernels are compiled for.
-    """
-    launch(wide_kernel, MAX_REGISTERS, q, pages, state, work, scale, num_splits, sizes)
+WIDE = CodesKernel(wide_kernel, ROWS.value, max_registers=168, min_context=4096)
+"""With 168 registers three programs run on each multiprocessor. On an H200 255 are as fast; and in short contexts,
+whose splits are two tiles each, the other kernels are as fast or ahead (`benchmarks/results/wide_h200.json`, 1 to 32
+sequences of 1,024 to 131,072 tokens)."""

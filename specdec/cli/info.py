@@ -134,14 +134,15 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
 def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", config: "EngineConfig") -> str:
     """The newest table of a model of this name here; the engine also looks at the weights, which aren't opened.
 
-    They are taken to be prepacked where that can be, unless they are asked not to be.
+    They are taken to be prepacked as asked, and else where that can be.
     """
     import torch
 
     from specdec.engine.cost import costs_folder, device_name, list_tables, read_table
     from specdec.kernels.prepack import can_prepack
 
-    kind = _short(dtype) + ("-prepacked" if config.prepack is not False and can_prepack(device, dtype) else "")
+    prepacked = can_prepack(device, dtype) if config.prepack is None else config.prepack
+    kind = _short(dtype) + ("-prepacked" if prepacked else "")
     here = (device_name(device), kind, torch.__version__, config.deterministic, config.kv_cache_name)
     for path in list_tables():
         try:
