@@ -157,11 +157,14 @@ class Language:
 
     int32, int64, float32, bfloat16, uint32 = "int32", "int64", "float32", "bfloat16", _WORD
 
-    def __init__(self, program: Sequence[int]) -> None:
-        self._program = program
+    def __init__(self, program: Sequence[int], grid: Sequence[int]) -> None:
+        self._program, self._grid = program, grid
 
     def program_id(self, axis: int) -> Value:
         return Value(torch.tensor(self._program[axis], dtype=torch.int32))
+
+    def num_programs(self, axis: int) -> Value:
+        return Value(torch.tensor(self._grid[axis], dtype=torch.int32))
 
     def pointer_type(self, dtype: str) -> tuple[str, str]:
         return "pointer", dtype
@@ -283,7 +286,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
     """
     given = [_argument(arg) for arg in args]
     for program in itertools.product(*map(range, grid)):
-        language = Language(program)
+        language = Language(program, grid)
         patched: dict[str, Any] = {"gl": language, "async_copy": AsyncCopy()}
         patched |= {name: getattr(language, name) for name in ("mma_v2", "warpgroup_mma", "fence_async_shared")}
         _within(kernel.fn, patched, {})(*given)

@@ -26,6 +26,10 @@ from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 MERGED_ROWS = 16
 """Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
 
+MERGED_COLUMNS = 32
+"""Columns of a head that a program merges where splits are merged by a kernel of their own: many small programs wait
+for their loads at once."""
+
 MAX_REGISTERS = {16: 128, 64: 168}
 """By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
 take, one more of the programs that read a context runs on each multiprocessor. Narrow tiles of quantized pages are
@@ -161,9 +165,12 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
             BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not merges:
-        merge_kernel[(num_rows, call.num_kv_heads)](
+        head_dim = call.q.shape[2]
+        columns = MERGED_COLUMNS if head_dim % MERGED_COLUMNS == 0 else triton.next_power_of_2(head_dim)
+        merge_kernel[(num_rows, call.num_kv_heads, triton.cdiv(head_dim, columns))](
             call.out, *state, work.positions, work.ancestors, num_rows,
-            BLOCK_M=triton.next_power_of_2(call.q.shape[1] // call.num_kv_heads), num_warps=2, **call.sizes,
+            BLOCK_M=triton.next_power_of_2(call.q.shape[1] // call.num_kv_heads),
+            num_warps=1, **call.sizes | {"BLOCK_D": columns},
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from specdec.kernels.gpu.online import (
     empty,
     load_kv,
     load_q,
+    long_splits_first,
     merge,
     merge_splits,
     places,
@@ -62,7 +63,7 @@ def chain_kernel(
     ROWS: tl.constexpr = BLOCK_M // GROUP
     wait_for_inputs(PDL)
     tiles = (nodes + ROWS - 1) // ROWS  # of a sequence
-    tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), long_splits_first()
     sequence, inside = tile_of // tiles, tile_of % tiles * ROWS
     lane = tl.arange(0, BLOCK_M)
     row, head = sequence * nodes + inside + lane // GROUP, kv_head * GROUP + lane % GROUP
@@ -128,9 +129,12 @@ def merge_kernel(
     LARGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All splits of one node. Only their states come from the kernel before, which has waited for all others."""
+    """All splits of BLOCK_D columns of one node.
+
+    Only their states come from the kernel before, which has waited for all others.
+    """
     GROUP: tl.constexpr = H // G
-    row_of, kv_head = tl.program_id(0), tl.program_id(1)
+    row_of, kv_head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_D
     lane = tl.arange(0, BLOCK_M)
     row, head, ok = row_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
     position = tl.load(positions_ptr + row_of).to(tl.int32)
@@ -139,6 +143,6 @@ def merge_kernel(
         count = 0
     wait_for_inputs(PDL)
     _, total, acc = merge_splits(
-        m_ptr, total_ptr, acc_ptr, 0, count, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D, WIDE=True
+        m_ptr, total_ptr, acc_ptr + first, 0, count, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D, WIDE=True
     )
-    store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)
+    store_out(out_ptr + first, row, head, ok, total, acc, H, D, BLOCK_D)

@@ -95,6 +95,12 @@ def seen(sequence, first_row, lane, ok, reads, GROUP: gl.constexpr, CHAINS: gl.c
 
 
 @gluon.jit
+def long_splits_first():
+    """A program's split: programs run about in their order, and what takes long is not to be the last one."""
+    return gl.num_programs(2) - 1 - gl.program_id(2)
+
+
+@gluon.jit
 def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
     """The first tile of a split."""
     return gl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)

@@ -40,6 +40,12 @@ def split_of(tile, SMALL: tl.constexpr, NUM: tl.constexpr, LARGE: tl.constexpr):
 
 
 @triton.jit
+def long_splits_first():
+    """A program's split: programs run about in their order, and what takes long is not to be the last one."""
+    return tl.num_programs(2) - 1 - tl.program_id(2)
+
+
+@triton.jit
 def start_of(split, SMALL: tl.constexpr, NUM: tl.constexpr, LARGE: tl.constexpr):
     """The first tile of a split."""
     return tl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
@@ -170,14 +176,17 @@ def merge_splits(
     m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok,
     H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr = False,
 ):  # fmt: skip
-    """Merge the states of splits `first` to `end` in their order, with four loads under way, or eight if `WIDE`."""
+    """Merge the states of splits `first` to `end` in their order, with four loads under way, or sixteen if `WIDE`."""
     state = empty(BLOCK_M, BLOCK_D)
     ptrs = m_ptr, total_ptr, acc_ptr
-    for split in range(first, end, 8 if WIDE else 4):
+    for split in range(first, end, 16 if WIDE else 4):
         four = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
         if WIDE:
-            more = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
-            state = _merge_four(_merge_four(state, four), more)
+            second = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
+            third = _four_states(ptrs, split + 8, end, num_rows, row, head, ok, H, D, BLOCK_D)
+            fourth = _four_states(ptrs, split + 12, end, num_rows, row, head, ok, H, D, BLOCK_D)
+            state = _merge_four(_merge_four(state, four), second)
+            state = _merge_four(_merge_four(state, third), fourth)
         else:
             state = _merge_four(state, four)
     return state

@@ -15,6 +15,7 @@ from specdec.kernels.gpu.online import (
     load_kv,
     load_q,
     load_state,
+    long_splits_first,
     merge,
     merge_splits,
     places,
@@ -61,7 +62,7 @@ def context_kernel(
     """One split of one tile of nodes."""
     GROUP: tl.constexpr = H // G
     wait_for_inputs(PDL)
-    tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), long_splits_first()
     tile_at = tiles_ptr + tile_of * 4
     sequence, first, count = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
     context = tl.load(context_ptr + sequence).to(tl.int32)

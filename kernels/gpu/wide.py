@@ -27,6 +27,7 @@ from specdec.kernels.gpu.codes import (
     blocks_of,
     fetch_both,
     is_upper,
+    long_splits_first,
     of_pairs,
     only_dim,
     room,
@@ -190,7 +191,7 @@ def wide_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile_of, kv_head, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    tile_of, kv_head, split = gl.program_id(0), gl.program_id(1), long_splits_first()
     sequence, first_row = gl.load(tiles_ptr + tile_of * 4), gl.load(tiles_ptr + tile_of * 4 + 1)
     count, first_node = gl.load(tiles_ptr + tile_of * 4 + 2), gl.load(tiles_ptr + tile_of * 4 + 3)
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
