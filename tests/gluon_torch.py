@@ -126,6 +126,9 @@ class Shared:
     def store(self, value: Value) -> None:
         self.tensor.copy_(value.tensor)
 
+    def reshape(self, shape: Sequence[int]) -> "Shared":
+        return Shared(self.tensor.view(list(shape)))
+
     def permute(self, order: Sequence[int]) -> "Shared":
         return Shared(self.tensor.permute(list(order)))
 
@@ -248,11 +251,20 @@ class Language:
         return range(count)
 
     def inline_asm_elementwise(
-        self, assembly: str, constraints: str, args: Sequence[Value], dtype: Sequence[str], is_pure: bool, pack: int
-    ) -> list[Value]:
-        assert pack == 1 and set(dtype) == {"bfloat16"}
+        self,
+        assembly: str,
+        constraints: str,
+        args: Sequence[Value],
+        dtype: str | Sequence[str],
+        is_pure: bool,
+        pack: int,
+    ) -> Any:
+        assert pack == 1
         out = ptx.run(assembly, constraints, [_bits(arg.tensor) for arg in args])
         shape = args[0].tensor.shape
+        if dtype == "int32":
+            return Value(torch.from_numpy(out[0]).view(shape))
+        assert set(dtype) == {"bfloat16"}
         return [
             Value(torch.from_numpy(x.astype(np.uint16).view(np.int16)).view(torch.bfloat16).view(shape)) for x in out
         ]

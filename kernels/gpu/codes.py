@@ -15,13 +15,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from specdec.kernels.gpu.pages import PagePointers
+from specdec.kernels.gpu.unpack import pairs_assembly, word_assembly
 from specdec.kernels.work import AttentionWork
 
-HEAD_DIM, KEY_TILE, WARPS = gl.constexpr(128), gl.constexpr(64), gl.constexpr(4)
-"""The size of a head, keys of a tile and warps of a program that the layouts are made for."""
-STAGES = gl.constexpr(2)
-"""Tiles that have room in shared memory, one that is read and those on their way: with 3 both kernels are slower on an
-H200 (`benchmarks/results/direct_h200.json`, `wide_h200.json`)."""
+HEAD_DIM, KEY_TILE = gl.constexpr(128), gl.constexpr(64)
+"""The size of a head and keys of a tile that the layouts are made for."""
 KINDS = ("int8", "fp8", "fp8_e4m3")
 """Formats whose codes they read."""
 
@@ -31,10 +29,12 @@ Bases = list[list[int]]
 _SHAPE = gl.constexpr([KEY_TILE.value, HEAD_DIM.value // 4])
 """A tile's words of four codes."""
 
-_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [WARPS.value, 1], [1, 0]))
 _KEPT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 """Sixteen bytes of eight rows in a place of their own each: what lanes read at once never shares a bank."""
 _KEPT_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+_SCALE = gl.constexpr("prmt.b32 $0, $1, $2, $3;")
+"""Two scales, each half of a word."""
 
 
 def words_layout(registers: Bases, lanes: Bases, warps: Bases) -> gl.DistributedLinearLayout:
@@ -43,16 +43,30 @@ def words_layout(registers: Bases, lanes: Bases, warps: Bases) -> gl.Distributed
 
 
 @gluon.constexpr_function
-def scales_layout(words):
-    """The layout in which a tile's words of two scales are copied: as many bytes a thread as a row has, up to 16."""
+def codes_layout(warps):
+    """The layout in which a tile's words are copied, [blocks, rows, words]: sixteen bytes a thread."""
+    return gl.BlockedLayout([1, 1, 4], [1, 4, 8], [1, warps, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def scales_layout(words, block_size, warps):
+    """The same of words of two scales: as many bytes a thread as a row has, up to 16."""
     size = min(words, 4)
-    return gl.BlockedLayout([1, size], [32 * size // words, words // size], [WARPS.value, 1], [1, 0])
+    lanes = words // size
+    rows = min(block_size, 32 // lanes)
+    return gl.BlockedLayout([1, 1, size], [32 // lanes // rows, rows, lanes], [warps, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def scale_words(groups):
     """Words of two scales that a row has, or that it stands in."""
     return max(1, groups // 2)
+
+
+@gluon.constexpr_function
+def scales_of_word(groups):
+    """How many of a word's two scales are a row's own."""
+    return min(2, groups)
 
 
 @gluon.constexpr_function
@@ -107,103 +121,156 @@ def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr)
 
 
 @gluon.jit
-def room(GROUPS: gl.constexpr):
+def room(STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Shared memory for the words of a few tiles, and for those with their scales."""
     codes = gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, HEAD_DIM // 4], _KEPT)
     return codes, gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, scale_words(GROUPS)], _KEPT_SCALES)
 
 
 @gluon.jit
-def stage_after(stage):
+def stage_after(stage, STAGES: gl.constexpr):
     """The stage behind one."""
     return gl.where(stage + 1 == STAGES, 0, stage + 1)
 
 
 @gluon.jit
 def blocks_in(table_at, tile, num_blocks, layout: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The blocks that a tile's keys are in, of the first `num_blocks` under a table: [KEY_TILE] int32, others 0."""
-    at = tile * (KEY_TILE // BLOCK_SIZE) + gl.arange(0, KEY_TILE, gl.SliceLayout(1, layout)) // BLOCK_SIZE
+    """The blocks of a tile, of the first `num_blocks` under a table: [blocks, 1, 1] int32, others 0."""
+    BLOCKS: gl.constexpr = KEY_TILE // BLOCK_SIZE
+    at = tile * BLOCKS + along_dim(gl.arange(0, BLOCKS, only_dim(0, layout)), 0)
     return gl.load(table_at + at, mask=at < num_blocks, other=0)
 
 
 @gluon.jit
-def copy_words(to, ptr, blocks, within, some, layout: gl.constexpr, BLOCK: gl.constexpr, WORDS: gl.constexpr):
-    """Start to copy WORDS words of each key of a tile, a block's BLOCK from the next one's; nothing unless `some`."""
-    words = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
-    at = blocks.to(gl.int64) * BLOCK + within
-    async_copy.async_copy_global_to_shared(to, ptr + at[:, None] + words[None, :], mask=some)
-
-
-@gluon.jit
-def is_upper(words, head, G: gl.constexpr, GROUPS: gl.constexpr):
-    """Whether a code's scale is the upper half of its word: of [KEY_TILE, W, words that share one], 0 or 1."""
-    layout: gl.constexpr = words.type.layout
-    if GROUPS == 1:
-        key = gl.arange(0, KEY_TILE, only_dim(0, layout))
-        upper = along_dim((key * G + head) % 2, 0)
-    else:
-        PER_GROUP: gl.constexpr = HEAD_DIM // 4 // GROUPS
-        word = gl.arange(0, 2 * PER_GROUP, only_dim(2, layout))
-        upper = along_dim(word // PER_GROUP, 2)
-    upper, _ = gl.broadcast(upper, words)
-    return upper
-
-
-@gluon.jit
-def of_pairs(x):
-    """Those of a tile's even keys, and of its odd ones: [KEY_TILE / 2, words] each."""
-    return gl.split(gl.permute(gl.reshape(x, [KEY_TILE // 2, 2, HEAD_DIM // 4]), (0, 2, 1)))
-
-
-@gluon.jit
-def fetch_tile(kept, pages, head, blocks, scale_blocks, stage, some, BLOCK_SIZE: gl.constexpr, G: gl.constexpr):
-    """Start to copy a tile's codes and scales to a stage, from blocks as the two kinds of copies want them."""
-    GROUPS: gl.constexpr = HEAD_DIM // pages.group
-    WORDS: gl.constexpr = HEAD_DIM // 4
-    codes = pages.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
-    scales = pages.scales.to(gl.pointer_type(gl.uint32), bitcast=True)
-    row = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _COPY)) % BLOCK_SIZE * G + head
-    copy_words(kept[0].index(stage), codes, blocks, row * WORDS, some, _COPY, BLOCK_SIZE * G * WORDS, WORDS)
-    SCALES: gl.constexpr = scales_layout(scale_words(GROUPS))
-    row = gl.arange(0, KEY_TILE, gl.SliceLayout(1, SCALES)) % BLOCK_SIZE * G + head
-    if GROUPS == 1:  # a word is of two rows, and blocks hold an even number
-        copy_words(kept[1].index(stage), scales, scale_blocks, row // 2, some, SCALES, BLOCK_SIZE * G // 2, 1)
-    else:
-        HALF: gl.constexpr = GROUPS // 2
-        copy_words(kept[1].index(stage), scales, scale_blocks, row * HALF, some, SCALES, BLOCK_SIZE * G * HALF, HALF)
-
-
-@gluon.jit
-def blocks_of(table_at, tile, num_blocks, BLOCK_SIZE: gl.constexpr, GROUPS: gl.constexpr):
+def blocks_of(table_at, tile, num_blocks, BLOCK_SIZE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr):
     """The blocks of a tile, as the copies of codes want them and as those of scales do."""
-    SCALES: gl.constexpr = scales_layout(scale_words(GROUPS))
-    codes = blocks_in(table_at, tile, num_blocks, _COPY, BLOCK_SIZE)
+    SCALES: gl.constexpr = scales_layout(scale_words(GROUPS), BLOCK_SIZE, WARPS)
+    codes = blocks_in(table_at, tile, num_blocks, codes_layout(WARPS), BLOCK_SIZE)
     return codes, blocks_in(table_at, tile, num_blocks, SCALES, BLOCK_SIZE)
 
 
 @gluon.jit
-def fetch_both(kept, k_pages, v_pages, head, blocks, stage, some, BLOCK_SIZE: gl.constexpr, G: gl.constexpr):
+def copy_words(to, ptr, blocks, head, some, layout: gl.constexpr, BLOCK_SIZE: gl.constexpr, G: gl.constexpr,
+               WORDS: gl.constexpr, SHARED: gl.constexpr):  # fmt: skip
+    """Start to copy WORDS words of each key of a tile, which as many as `SHARED` rows share; nothing unless `some`."""
+    row = along_dim(gl.arange(0, BLOCK_SIZE, only_dim(1, layout)), 1) * G + head
+    within = row // SHARED * WORDS + along_dim(gl.arange(0, WORDS, only_dim(2, layout)), 2)
+    start = ptr + blocks.to(gl.int64) * (BLOCK_SIZE * G * WORDS // SHARED)
+    to = to.reshape([KEY_TILE // BLOCK_SIZE, BLOCK_SIZE, WORDS])
+    async_copy.async_copy_global_to_shared(to, start + within, mask=some)
+
+
+@gluon.jit
+def fetch_tile(
+    kept, pages, head, blocks, stage, some, BLOCK_SIZE: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr
+):
+    """Start to copy a tile's codes and scales to a stage."""
+    GROUPS: gl.constexpr = HEAD_DIM // pages.group
+    W: gl.constexpr = scale_words(GROUPS)
+    codes = pages.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
+    scales = pages.scales.to(gl.pointer_type(gl.uint32), bitcast=True)
+    OF_CODES: gl.constexpr = codes_layout(WARPS)
+    OF_SCALES: gl.constexpr = scales_layout(W, BLOCK_SIZE, WARPS)
+    SHARED: gl.constexpr = 3 - scales_of_word(GROUPS)  # a word is of two rows if each has one scale
+    copy_words(kept[0].index(stage), codes, blocks[0], head, some, OF_CODES, BLOCK_SIZE, G, HEAD_DIM // 4, 1)
+    copy_words(kept[1].index(stage), scales, blocks[1], head, some, OF_SCALES, BLOCK_SIZE, G, W, SHARED)
+
+
+@gluon.jit
+def fetch_both(
+    kept, k_pages, v_pages, head, blocks, stage, some, BLOCK_SIZE: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr
+):
     """Start to copy a tile's keys and values to a stage, as a group of its own."""
-    fetch_tile(kept[0], k_pages, head, blocks[0], blocks[1], stage, some, BLOCK_SIZE, G)
-    fetch_tile(kept[1], v_pages, head, blocks[0], blocks[1], stage, some, BLOCK_SIZE, G)
+    fetch_tile(kept[0], k_pages, head, blocks, stage, some, BLOCK_SIZE, G, WARPS)
+    fetch_tile(kept[1], v_pages, head, blocks, stage, some, BLOCK_SIZE, G, WARPS)
     async_copy.commit_group()
 
 
 @gluon.jit
-def take_words(kept, stage, layout: gl.constexpr, GROUPS: gl.constexpr):
-    """A tile's words and, beside each, that with its scale: [KEY_TILE, W, words of two groups] each."""
-    WORDS: gl.constexpr = HEAD_DIM // 4
+def by_scale(words, GROUPS: gl.constexpr):
+    """Words [M, HEAD_DIM / 4] by the word of scales and the half of it that they go with: [M, W, halves, PER]."""
     W: gl.constexpr = scale_words(GROUPS)
-    words = gl.reshape(kept[0].index(stage).load(layout), [KEY_TILE, W, WORDS // W])
-    scales = kept[1].index(stage).load(gl.SliceLayout(2, words.type.layout))
-    return words, gl.expand_dims(scales, 2)
+    HALVES: gl.constexpr = scales_of_word(GROUPS)
+    return gl.reshape(words, [words.shape[0], W, HALVES, HEAD_DIM // 4 // W // HALVES])
 
 
 @gluon.jit
-def beside_words(scales, words):
-    """Scales that stand once, at each of the words that they are of."""
-    scales, _ = gl.broadcast(scales, words)
-    return scales
+def take_words(kept, stage, layout: gl.constexpr, GROUPS: gl.constexpr):
+    """A tile's words [KEY_TILE, HEAD_DIM / 4] and words of scales [KEY_TILE, W], where the thread has both."""
+    words = kept[0].index(stage).load(layout)
+    OF: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, by_scale(words, GROUPS).type.layout))
+    return words, kept[1].index(stage).load(OF)
+
+
+@gluon.jit
+def _upper(words, every: gl.constexpr, offset: gl.constexpr, head, G: gl.constexpr, GROUPS: gl.constexpr):
+    """Whether a scale is the upper half of its word, 0 or 1: of `every` key from `offset` on, by `by_scale`'s words."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, words.type.layout)
+    if GROUPS == 1:
+        key = along_dim(gl.arange(0, words.shape[0], only_dim(0, LAYOUT)), 0) * every + offset
+        upper = (key * G + head) % 2
+    else:
+        upper = along_dim(gl.arange(0, 2, only_dim(2, LAYOUT)), 2)
+    return upper
+
+
+@gluon.jit
+def _two_scales(first, second, select, words):
+    """Halves of two words as `select` says, beside each of the words that they go with."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, words.type.layout)
+    first = gl.convert_layout(gl.expand_dims(first, 2), LAYOUT, assert_trivial=True)
+    second = gl.convert_layout(gl.expand_dims(second, 2), LAYOUT, assert_trivial=True)
+    first, select = gl.broadcast(first, select)
+    second, select = gl.broadcast(second, select)
+    both = gl.inline_asm_elementwise(
+        _SCALE, "=r,r,r,r", [first, second, select], dtype=gl.int32, is_pure=True, pack=1
+    )
+    both, _ = gl.broadcast(gl.expand_dims(both, 3), words)
+    return both
+
+
+@gluon.jit
+def keys_of(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
+    """Values of a tile's words: [KEY_TILE, HEAD_DIM / 4, 2 in a half, 2 halves of a word] bf16."""
+    words = by_scale(words, GROUPS)
+    scales = _two_scales(scales, scales, _upper(words, 1, 0, head, G, GROUPS) * 0x2222 + 0x1010, words)
+    a, b, c, d = gl.inline_asm_elementwise(
+        word_assembly(kind), "=h,=h,=h,=h,r,r", [words, scales], pack=1, is_pure=True,
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+    )  # fmt: skip
+    return gl.reshape(gl.join(gl.join(a, b), gl.join(c, d)), [KEY_TILE, HEAD_DIM // 4, 2, 2])
+
+
+@gluon.jit
+def _of_pairs(x):
+    """What is of a tile's even keys, and of its odd ones."""
+    return gl.split(gl.permute(gl.reshape(x, [KEY_TILE // 2, 2, x.shape[1]]), (0, 2, 1)))
+
+
+@gluon.jit
+def values_of(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
+    """The same: [KEY_TILE / 2, HEAD_DIM / 4, 2 keys, 2 halves of a word, 2 in a half] bf16."""
+    even, odd = _of_pairs(words)
+    of_even, of_odd = _of_pairs(scales)
+    even, odd = by_scale(even, GROUPS), by_scale(odd, GROUPS)
+    upper = _upper(even, 2, 0, head, G, GROUPS) * 0x22 + _upper(even, 2, 1, head, G, GROUPS) * 0x2200
+    scales = _two_scales(of_even, of_odd, upper + 0x5410, even)
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [even, odd, scales], pack=1, is_pure=True,
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+    )  # fmt: skip
+    x = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h)))
+    return gl.reshape(x, [KEY_TILE // 2, HEAD_DIM // 4, 2, 2, 2])
+
+
+@gluon.jit
+def only_seen(scales, tile, last):
+    """The words of scales of keys up to `last`, 0 of those behind it: a weight of 0 makes nothing of such values.
+
+    Else it would of what stands in a slot that isn't in use, unless its scale is infinite.
+    """
+    key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, scales.type.layout))
+    return gl.where((key <= last - tile * KEY_TILE)[:, None], scales, 0)
 
 
 @dataclass(eq=False)
@@ -213,12 +280,14 @@ class CodesKernel:
     Args:
         kernel: of a program for each tile of nodes, key head and split.
         rows: rows × grouped heads of a tile.
+        warps: of a program.
         max_registers: of a thread.
         min_context: it is the faster one for contexts from this length on.
     """
 
     kernel: Any
     rows: int
+    warps: int
     max_registers: int
     min_context: int
 
@@ -261,6 +330,6 @@ class CodesKernel:
         self.kernel[(len(work.tree_tiles), sizes["G"], num_splits)](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
             work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
-            *(sizes[name] for name in names), num_warps=WARPS.value, maxnreg=self.max_registers,
+            *(sizes[name] for name in names), num_warps=self.warps, maxnreg=self.max_registers,
             enable_fp_fusion=False, launch_pdl=sizes["PDL"],
         )  # fmt: skip

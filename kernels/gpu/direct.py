@@ -19,26 +19,25 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from specdec.kernels.gpu.codes import (
     HEAD_DIM,
     KEY_TILE,
-    STAGES,
-    WARPS,
     CodesKernel,
-    along_dim,
-    beside_words,
     blocks_of,
     fetch_both,
-    is_upper,
+    keys_of,
     long_splits_first,
-    of_pairs,
-    only_dim,
+    only_seen,
     room,
     seen,
     stage_after,
     start_of,
     take_words,
+    values_of,
     words_layout,
 )
-from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
 
+WARPS = gl.constexpr(4)
+STAGES = gl.constexpr(2)
+"""Tiles that have room in shared memory, one that is read and those on their way: with 3 it is slower on an H200
+(`benchmarks/results/direct_h200.json`)."""
 ROWS = gl.constexpr(16)
 """Rows × grouped heads of a tile."""
 
@@ -58,31 +57,17 @@ _VALUES = gl.constexpr(
 
 
 @gluon.jit
-def _keys(words, scales, upper, kind: gl.constexpr):
+def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
     """[HEAD_DIM, KEY_TILE] bf16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        row_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, scales, upper * 0x2222 + 0x1010], pack=1, is_pure=True,
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-    )  # fmt: skip
-    x = gl.join(gl.join(a, b), gl.join(c, d))  # [..., 2 within a pair, 2 pairs]
-    x = gl.permute(gl.reshape(x, [KEY_TILE, HEAD_DIM // 16, 4, 2, 2]), (1, 4, 2, 3, 0))
-    return gl.convert_layout(gl.reshape(x, [HEAD_DIM, KEY_TILE]), _RIGHT, assert_trivial=True)
+    x = gl.reshape(keys_of(words, scales, head, kind, G, GROUPS), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
+    x = gl.reshape(gl.permute(x, (1, 4, 2, 3, 0)), [HEAD_DIM, KEY_TILE])
+    return gl.convert_layout(x, _RIGHT, assert_trivial=True)
 
 
 @gluon.jit
-def _values(words, scales, upper, kind: gl.constexpr):
+def _values(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
     """[KEY_TILE, HEAD_DIM] bf16, the columns in the order 0, 4, …, 124, 1, 5, …."""
-    even, odd = of_pairs(words)
-    of_even, of_odd = of_pairs(scales)
-    even_upper, odd_upper = of_pairs(upper)
-    select = even_upper * 0x22 + odd_upper * 0x2200 + 0x5410
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", [even, odd, of_even, of_odd, select], pack=1,
-        is_pure=True,
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-    )  # fmt: skip
-    first, second = gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h))
-    x = gl.permute(gl.join(first, second), (0, 2, 3, 4, 1))  # [pairs of keys, 2, 2 halves of a word, 2 in it, words]
+    x = gl.permute(values_of(words, scales, head, kind, G, GROUPS), (0, 2, 3, 4, 1))
     return gl.convert_layout(gl.reshape(x, [KEY_TILE, HEAD_DIM]), _RIGHT, assert_trivial=True)
 
 
@@ -122,23 +107,21 @@ def _attend(
         async_copy.wait_group(STAGES - 2)
         k_words, k_scales = take_words(kept[0], stage, _KEYS, GROUPS)
         v_words, v_scales = take_words(kept[1], stage, _VALUES, GROUPS)
-        fetch_both(kept, k_pages, v_pages, head, blocks, free, tile + (STAGES - 1) < to_tile, BLOCK_SIZE, G)
-        blocks = blocks_of(table_at, tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
-        keys = _keys(k_words, beside_words(k_scales, k_words), is_upper(k_words, head, G, GROUPS), k_pages.kind)
+        some = tile + (STAGES - 1) < to_tile
+        fetch_both(kept, k_pages, v_pages, head, blocks, free, some, BLOCK_SIZE, G, WARPS)
+        blocks = blocks_of(table_at, tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+        keys = _keys(k_words, k_scales, head, k_pages.kind, G, GROUPS)
         s = mma_v2(q_kept.load(_LEFT), keys, none) * factor
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, _SUM))
             s = gl.where(key[None, :] <= (position - tile * KEY_TILE)[:, None], s, float("-inf"))
+            v_scales = only_seen(v_scales, tile, last)
         p, keep, m = _weights(p_kept, s, m)
-        v_scales = beside_words(v_scales, v_words)
-        if MASKED:  # a weight of 0 makes nothing of what stands in a slot not in use, unless its scale is infinite
-            place, _ = gl.broadcast(along_dim(gl.arange(0, KEY_TILE, only_dim(0, v_words.type.layout)), 0), v_words)
-            v_scales = gl.where(place <= last - tile * KEY_TILE, v_scales, 0)
-        values = _values(v_words, v_scales, is_upper(v_words, head, G, GROUPS), v_pages.kind)
+        values = _values(v_words, v_scales, head, v_pages.kind, G, GROUPS)
         total = mma_v2(p, ones, total * keep[:, None])
         acc = mma_v2(p, values, acc * keep[:, None])
         free = stage
-        stage = stage_after(stage)
+        stage = stage_after(stage, STAGES)
     return m, total, acc, blocks, stage, free
 
 
@@ -170,12 +153,12 @@ def direct_kernel(
         whole = gl.minimum(to_tile, whole)
         num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
         table_at = table_ptr + sequence.to(gl.int64) * table_stride
-        kept = room(GROUPS), room(GROUPS)
+        kept = room(STAGES, GROUPS), room(STAGES, GROUPS)
         for ahead in gl.static_range(STAGES - 1):
             tile = from_tile + ahead
-            blocks = blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS)
-            fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G)
-        blocks = blocks_of(table_at, from_tile + (STAGES - 1), num_blocks, BLOCK_SIZE, GROUPS)
+            blocks = blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+            fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G, WARPS)
+        blocks = blocks_of(table_at, from_tile + (STAGES - 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
         at = gl.arange(0, ROWS, gl.SliceLayout(1, _LEFT))
         k = gl.arange(0, D, gl.SliceLayout(0, _LEFT))
         of_key = k // 16 * 16 + k % 8 // 2 * 4 + k // 8 % 2 * 2 + k % 2  # the order of `_keys`
@@ -207,7 +190,7 @@ def direct_kernel(
         gl.store(acc_at, acc, mask=(of_out // GROUP < count)[:, None])
 
 
-DIRECT = CodesKernel(direct_kernel, ROWS.value, max_registers=128, min_context=4096)
+DIRECT = CodesKernel(direct_kernel, ROWS.value, WARPS.value, max_registers=128, min_context=4096)
 """On an H200 128 registers are the fastest of 96 to 168; and in short contexts, whose splits are two tiles each,
 `chain_kernel` is ahead, which merges them itself (`benchmarks/results/direct_h200.json`, 1 to 32 sequences of 1,024 to
 131,072 tokens)."""

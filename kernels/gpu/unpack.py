@@ -7,7 +7,7 @@ zero point is rounded once, not to fp32 before. Other dtypes, other vendors' GPU
 
 A code's bits are put below the exponent of 128 (int8: or 256, where the sign bit is set), which is then taken off.
 
-`row_assembly` and `pairs_assembly` are for `gpu/direct.py`, whose codes come as words of four.
+`word_assembly` and `pairs_assembly` are for `gpu/codes.py`, whose codes come as words of four.
 """
 
 import torch
@@ -96,31 +96,28 @@ def unpack4(codes, scale, zero):
 
 
 @triton.constexpr_function
-def row_assembly(kind):
-    """PTX: $0 to $3 become the values of a word of codes, $4, by their scale: two bytes of $5, which $6 says twice."""
-    body = _values("$4", "$4", [(0, 1), (2, 3)], kind)
-    return "\n".join(["{", _declared(kind), "prmt.b32 s, $5, 0, $6;", *body, "}"])
+def word_assembly(kind):
+    """PTX: $0 to $3 become the values of a word of codes, $4, by their scale, which $5 holds twice."""
+    body = _values("$4", "$4", [(0, 1), (2, 3)], "$5", kind)
+    return "\n".join(["{", _declared(kind), *body, "}"])
 
 
 @triton.constexpr_function
 def pairs_assembly(kind):
-    """PTX: $0, $2, $4 and $6 become the values of a word, $8, those between of $9.
-
-    Their scales are two bytes of $10 and two of $11, which $12 says.
-    """
-    body = _values("$8", "$9", [(0, 4), (1, 5), (2, 6), (3, 7)], kind)
-    return "\n".join(["{", _declared(kind), "prmt.b32 s, $10, $11, $12;", *body, "}"])
+    """PTX: $0, $2, $4 and $6 become the values of a word, $8, those between of $9; $10 holds both scales."""
+    body = _values("$8", "$9", [(0, 4), (1, 5), (2, 6), (3, 7)], "$10", kind)
+    return "\n".join(["{", _declared(kind), *body, "}"])
 
 
 @triton.constexpr_function
 def _declared(kind):
     unit = {"int8": "0x3F803F80", "fp8": "0x7D807D80", "fp8_e4m3": "0x7B807B80"}[kind]
-    return f".reg .b32 a, x, s, unit, none; mov.b32 unit, {unit}; mov.b32 none, 0x80008000;"
+    return f".reg .b32 a, x, unit, none; mov.b32 unit, {unit}; mov.b32 none, 0x80008000;"
 
 
 @triton.constexpr_function
-def _values(first, second, pairs, kind):
-    """$0, $1, … become the values of pairs of bytes of two words, which are counted through; by scales s.
+def _values(first, second, pairs, scales, kind):
+    """$0, $1, … become the values of pairs of bytes of two words, which are counted through; by two scales.
 
     A code stands in both bytes of its half of a register: int8 takes the bits of the lower one, floats of the upper.
     """
@@ -134,6 +131,6 @@ def _values(first, second, pairs, kind):
     lines = []
     for i, pair in enumerate(pairs):
         low, high = pair
-        lines += [f"prmt.b32 a, {first}, {second}, 0x{high}{high}{low}{low};", *decode, "fma.rn.bf16x2 a, a, s, none;"]
+        lines += [f"prmt.b32 a, {first}, {second}, 0x{high}{high}{low}{low};", *decode, f"fma.rn.bf16x2 a, a, {scales}, none;"]
         lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, a;"]
     return lines

@@ -18,27 +18,26 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from specdec.kernels.gpu.codes import (
     HEAD_DIM,
     KEY_TILE,
-    STAGES,
-    WARPS,
     Bases,
     CodesKernel,
-    along_dim,
-    beside_words,
     blocks_of,
     fetch_both,
-    is_upper,
+    keys_of,
     long_splits_first,
-    of_pairs,
-    only_dim,
+    only_seen,
     room,
     seen,
     stage_after,
     start_of,
     take_words,
+    values_of,
     words_layout,
 )
-from specdec.kernels.gpu.unpack import pairs_assembly, row_assembly
 
+WARPS = gl.constexpr(4)
+STAGES = gl.constexpr(2)
+"""Tiles that have room in shared memory, one that is read and those on their way: with 3 it is slower on an H200
+(`benchmarks/results/wide_h200.json`)."""
 ROWS = gl.constexpr(64)
 """Rows × grouped heads of a tile."""
 
@@ -84,32 +83,18 @@ _QUERIES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [WARPS.value, 1], [1, 
 
 
 @gluon.jit
-def _keys(words, scales, upper, kind: gl.constexpr):
+def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
     """[KEY_TILE, HEAD_DIM] bf16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        row_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, scales, upper * 0x2222 + 0x1010], pack=1, is_pure=True,
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-    )  # fmt: skip
-    x = gl.join(gl.join(a, b), gl.join(c, d))  # [..., 2 within a pair, 2 pairs]
-    x = gl.permute(gl.reshape(x, [KEY_TILE, HEAD_DIM // 16, 4, 2, 2]), (0, 1, 4, 2, 3))
-    return gl.convert_layout(gl.reshape(x, [KEY_TILE, HEAD_DIM]), _LEFT, assert_trivial=True)
+    x = gl.reshape(keys_of(words, scales, head, kind, G, GROUPS), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 1, 4, 2, 3)), [KEY_TILE, HEAD_DIM])
+    return gl.convert_layout(x, _LEFT, assert_trivial=True)
 
 
 @gluon.jit
-def _values(words, scales, upper, kind: gl.constexpr):
+def _values(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
     """[HEAD_DIM, KEY_TILE] bf16, the columns in the order 0, 4, …, 28, 1, …, 29, 32, …, 125, 2, 6, …, 127."""
-    even, odd = of_pairs(words)
-    of_even, of_odd = of_pairs(scales)
-    even_upper, odd_upper = of_pairs(upper)
-    select = even_upper * 0x22 + odd_upper * 0x2200 + 0x5410
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", [even, odd, of_even, of_odd, select], pack=1,
-        is_pure=True,
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-    )  # fmt: skip
-    first, second = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
-    x = gl.reshape(gl.join(first, second), [KEY_TILE // 2, WARPS, 8, 2, 2, 2])  # [pairs of keys, words, 2, 2 in it, 2]
-    x = gl.reshape(gl.permute(x, (5, 1, 4, 2, 0, 3)), [HEAD_DIM, KEY_TILE])
+    x = gl.reshape(values_of(words, scales, head, kind, G, GROUPS), [KEY_TILE // 2, WARPS, 8, 2, 2, 2])
+    x = gl.reshape(gl.permute(x, (4, 1, 5, 2, 0, 3)), [HEAD_DIM, KEY_TILE])
     return gl.convert_layout(x, _LEFT, assert_trivial=True)
 
 
@@ -147,7 +132,7 @@ def _attend(
     for tile in range(first, end):
         async_copy.wait_group(STAGES - 1)
         words, scales = take_words(kept[0], stage, _KEYS, GROUPS)
-        keys = _keys(words, beside_words(scales, words), is_upper(words, head, G, GROUPS), k_pages.kind)
+        keys = _keys(words, scales, head, k_pages.kind, G, GROUPS)
         s = warpgroup_mma(keys, q_kept.permute((1, 0)), none, use_acc=False) * factor
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _SUM))
@@ -163,16 +148,15 @@ def _attend(
         p_kept.store(gl.exp2(s - finite[None, :]).to(gl.bfloat16))
         fence_async_shared()
         words, scales = take_words(kept[1], stage, _VALUES, GROUPS)
-        scales = beside_words(scales, words)
-        if MASKED:  # a weight of 0 makes nothing of what stands in a slot not in use, unless its scale is infinite
-            place, _ = gl.broadcast(along_dim(gl.arange(0, KEY_TILE, only_dim(0, words.type.layout)), 0), words)
-            scales = gl.where(place <= last - tile * KEY_TILE, scales, 0)
-        values = _values(words, scales, is_upper(words, head, G, GROUPS), v_pages.kind)
+        if MASKED:
+            scales = only_seen(scales, tile, last)
+        values = _values(words, scales, head, v_pages.kind, G, GROUPS)
         total = warpgroup_mma(p_kept.permute((1, 0)), ones, total * keep[:, None])
-        fetch_both(kept, k_pages, v_pages, head, blocks, stage, tile + STAGES < to_tile, BLOCK_SIZE, G)
+        some = tile + STAGES < to_tile
+        fetch_both(kept, k_pages, v_pages, head, blocks, stage, some, BLOCK_SIZE, G, WARPS)
         acc = warpgroup_mma(values, p_kept, acc * of_acc[None, :])
-        blocks = blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS)
-        stage = stage_after(stage)
+        blocks = blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+        stage = stage_after(stage, STAGES)
     return m, total, acc, blocks, stage
 
 
@@ -204,12 +188,12 @@ def wide_kernel(
         whole = gl.minimum(to_tile, whole)
         num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
         table_at = table_ptr + sequence.to(gl.int64) * table_stride
-        kept = room(GROUPS), room(GROUPS)
+        kept = room(STAGES, GROUPS), room(STAGES, GROUPS)
         for ahead in gl.static_range(STAGES):
             tile = from_tile + ahead
-            blocks = blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS)
-            fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G)
-        blocks = blocks_of(table_at, from_tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS)
+            blocks = blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+            fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G, WARPS)
+        blocks = blocks_of(table_at, from_tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
         at = gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES))
         q_at = ((first_row + at // GROUP).to(gl.int64) * H + kv_head * GROUP + at % GROUP) * D
         q_at = q_at[:, None] + gl.arange(0, D, gl.SliceLayout(0, _QUERIES))[None, :]
@@ -246,7 +230,7 @@ def wide_kernel(
         gl.store(acc_at, acc, mask=(of_out // GROUP < count)[None, :])
 
 
-WIDE = CodesKernel(wide_kernel, ROWS.value, max_registers=168, min_context=4096)
+WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=168, min_context=4096)
 """With 168 registers three programs run on each multiprocessor. On an H200 255 are as fast; and in short contexts,
 whose splits are two tiles each, the other kernels are as fast or ahead (`benchmarks/results/wide_h200.json`, 1 to 32
 sequences of 1,024 to 131,072 tokens)."""
