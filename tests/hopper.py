@@ -66,20 +66,19 @@ def attend(
     *,
     chains: bool,
     dtype: torch.dtype = torch.bfloat16,
-    direct: bool = False,
+    codes: str | None = None,
 ) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of 128 values.
 
-    With `direct` codes go straight to the tensor cores, by the kernel for so many rows.
+    `codes` is the kernel that codes go straight to the tensor cores by, if one does: SINGLE, DIRECT or WIDE.
     """
     heads, kv_heads, dim = 32, 8, 128
     pages = pages_of(pages_format, kv_heads, dim, dtype)
     rows = torch.zeros(num_nodes, dtype=torch.int64)
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
     work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, kv_heads, dim, 1024, chains)
-    if direct:
-        for way in (attention.DIRECT, attention.WIDE):
-            way.takes = lambda *args, rows=way.rows: work.tree_block == rows
+    for name in ("SINGLE", "DIRECT", "WIDE"):
+        getattr(attention, name).takes = lambda *args, takes=name == codes: takes
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages, dequantize, load, store
 from specdec.kernels.gpu import attention
-from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE
+from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE, CodesKernel
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_splits
 from specdec.kernels.gpu.pages import pointers
+from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.unpack import pairs_assembly, word_assembly
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import AttentionWork, uniform_work
@@ -25,14 +26,15 @@ from tests.test_formats import on_hopper
 
 DIM, TILE = HEAD_DIM.value, KEY_TILE.value
 GROUP, SCALE = 4, DIM**-0.5
-KERNELS = {way.rows: way.kernel for way in (DIRECT, WIDE)}
-"""By rows × grouped heads of a tile."""
-SHAPES = [
+WAYS = {"single": SINGLE, "direct": DIRECT, "wide": WIDE}
+NARROW = [
     ("int8", 64, 16, 2, 3),
     ("fp8", None, 32, 2, 4),
     ("fp8_e4m3", None, 64, 3, 3),
     ("int8", 128, 16, 1, 4),
     ("int8", 8, 16, 3, 4),
+]
+WIDER = [
     ("int8", 64, 16, 2, 16),
     ("fp8", None, 32, 2, 16),
     ("fp8_e4m3", None, 64, 3, 13),
@@ -40,6 +42,7 @@ SHAPES = [
     ("int8", 8, 16, 3, 9),
 ]
 """Format, group size, block size, key heads, nodes."""
+CASES = [(name, *shape) for name in WAYS for shape in (WIDER if name == "wide" else NARROW)]
 
 
 @dataclass(frozen=True)
@@ -92,22 +95,28 @@ def make_batch(
 
 @pytest.mark.skipif(ON_GPU, reason="the next test is for it")
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize(("kind", "group", "block_size", "kv_heads", "nodes"), SHAPES)
+@pytest.mark.parametrize(("name", "kind", "group", "block_size", "kv_heads", "nodes"), CASES)
 def test_states_of_splits(
-    kind: str, group: int | None, block_size: int, kv_heads: int, nodes: int, chains: bool
+    name: str,
+    kind: str,
+    group: int | None,
+    block_size: int,
+    kv_heads: int,
+    nodes: int,
+    chains: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    contexts = [200, 63, 0, 128, 450]
+    contexts, way = [200, 63, 0, 128, 450], WAYS[name]
     b = make_batch(kind, group, block_size, kv_heads, nodes, contexts, chains=chains)
     splits = num_splits(max(contexts) + nodes)
     m, total = (torch.full((splits, len(b.q), kv_heads * GROUP), torch.nan) for _ in range(2))
     acc = torch.full((*m.shape, DIM), torch.nan)
-    work = b.work
-    gluon_torch.launch(
-        KERNELS[work.tree_block], (len(work.tree_tiles), kv_heads, splits), b.q, *map(pointers, b.pages), m, total, acc,
-        work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
-        work.block_table.stride(0), len(b.q), SCALE, chains, kv_heads * GROUP, kv_heads, block_size,
-        SMALL_SPLIT // TILE, NUM_SMALL, LARGE_SPLIT // TILE, False,
-    )  # fmt: skip
+    sizes = {"H": kv_heads * GROUP, "G": kv_heads, "BLOCK_SIZE": block_size, "SMALL": SMALL_SPLIT // TILE}
+    sizes |= {"NUM": NUM_SMALL, "LARGE": LARGE_SPLIT // TILE, "PDL": False}
+    monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
+    pages = [pointers(side) for side in b.pages]
+    way.attend(b.q, pages, (m, total, acc), b.work, SCALE, splits, sizes)
+    assert way.rows == b.work.tree_block and way.kernel.launched
     checked = 0
     for row in range(len(b.q) - 1):  # nobody reads the state of the padding behind them
         sequence, node = divmod(row, nodes)
@@ -124,10 +133,20 @@ def test_states_of_splits(
     assert checked >= 20
 
 
+def only(way: CodesKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kernels over codes, let one be taken, and always where it can be."""
+    for other in WAYS.values():
+        if other is not way:
+            monkeypatch.setattr(other, "takes", lambda *args: False)
+    monkeypatch.setattr(way, "min_context", 0)
+    monkeypatch.setattr(way, "min_keys", 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize(("kind", "group", "block_size", "kv_heads", "nodes"), SHAPES)
+@pytest.mark.parametrize(("name", "kind", "group", "block_size", "kv_heads", "nodes"), CASES)
 def test_bits_are_those_of_the_kernels_that_keep_values(
+    name: str,
     kind: str,
     group: int | None,
     block_size: int,
@@ -136,49 +155,61 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
     chains: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    b = make_batch(kind, group, block_size, kv_heads, nodes, [200, 63, 0, 128, 5000], chains=chains)
-    want = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
-    launched = []
-    for way in (DIRECT, WIDE):
-        monkeypatch.setattr(way, "min_context", 0)
-        monkeypatch.setattr(way, "attend", lambda *args, attend=way.attend: launched.append(attend(*args)))
-    assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
-    assert launched, "both were of the same kernel"
+    b = make_batch(kind, group, block_size, kv_heads, nodes, [200, 63, 0, 128, 5000, 2048], chains=chains)
+    with monkeypatch.context() as none:
+        for way in WAYS.values():
+            none.setattr(way, "takes", lambda *args: False)
+        want = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
+    way, launched = WAYS[name], []
+    only(way, monkeypatch)
+    monkeypatch.setattr(way, "attend", lambda *args, attend=way.attend: launched.append(attend(*args)))
+    for _ in range(2):  # what counts the programs that are done begins anew
+        assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
+    assert len(launched) == 2, "all were of the same kernel"
 
 
 @pytest.mark.skipif(ON_GPU, reason="the test before is for it")
-@pytest.mark.parametrize("nodes", [3, 11])
-def test_chains_whose_splits_are_merged(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    b = make_batch("int8", 64, 16, 2, nodes, [200, 63, 321], chains=True)
-    way = DIRECT if nodes == 3 else WIDE
+@pytest.mark.parametrize(("name", "nodes"), [("single", 3), ("direct", 3), ("wide", 11)])
+@pytest.mark.parametrize("contexts", [[200, 63, 321], [1100, 2100, 0]], ids=str)
+def test_chains_whose_splits_are_merged(
+    name: str, nodes: int, contexts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = make_batch("int8", 64, 16, 2, nodes, contexts, chains=True)
+    way = WAYS[name]
+    only(way, monkeypatch)
     monkeypatch.setattr(way, "takes", lambda *args: True)
     monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
-    got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
-    for row in range(len(b.q) - 1):
-        _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)
-        torch.testing.assert_close(got[row].float(), acc / total[:, None], rtol=1e-2, atol=1e-2)
-    assert not got[-1].any(), "padding"
+    for _ in range(2):
+        got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
+        for row in range(len(b.q) - 1):
+            _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)
+            torch.testing.assert_close(got[row].float(), acc / total[:, None], rtol=1e-2, atol=1e-2)
+        assert not got[-1].any(), "padding"
+    assert b.work.arrived is not None and not b.work.arrived.any() and way.kernel.launched
 
 
 class InTorch:
     """A kernel, run by torch."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        self._kernel, self.launched = kernel, False
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        self.launched = True
         return lambda *args, **options: gluon_torch.launch(self._kernel, grid, *args)
 
 
 def test_shared_memory_holds_codes_and_no_values() -> None:
     """That operands are in place already, the compiler says (`assert_trivial`); queries and weights are kept, too."""
-    [narrow, wider] = on_hopper("""
+    [single, narrow, wider] = on_hopper("""
 from tests.hopper import COMPILED, attend
-for nodes, kernel in (1, "direct_kernel"), (16, "wide_kernel"):
-    attend("int8", nodes, chains=True, direct=True)
-    print(*((str(made["ttgir"]), made["ptx"]) for name, made in COMPILED if name == kernel))
+for nodes, name in (1, "single"), (1, "direct"), (16, "wide"):
+    attend("int8", nodes, chains=True, codes=name.upper())
+    print(*((str(made["ttgir"]), made["ptx"]) for kernel, made in COMPILED if kernel == name + "_kernel"))
 """)
     codes = {"tensor<64x32xi32", "tensor<64x1xi32"}
+    loaded, stored, used = of_shared_memory(single[0])
+    assert loaded == codes and not stored and not used
     loaded, stored, used = of_shared_memory(narrow[0])
     assert loaded == codes | {"tensor<16x128xbf16", "tensor<16x64xbf16"}
     assert stored == {"tensor<16x64xbf16"} and not used
@@ -187,7 +218,7 @@ for nodes, kernel in (1, "direct_kernel"), (16, "wide_kernel"):
     assert stored == {"tensor<64x64xbf16", "tensor<64x2xf32"}
     keys, values, weights, ones = "tensor<64x128xbf16", "tensor<128x64xbf16", "memdesc<64x64xbf16", "memdesc<64x8xbf16"
     assert used == {(keys, "memdesc<128x64xbf16"), (values, weights), (weights, ones)}
-    for _, ptx_text in (narrow, wider):
+    for _, ptx_text in (single, narrow, wider):
         copies = set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text))
         assert copies == {"0x10", "0x4"}, "sixteen bytes of codes at once, and words of scales"
 

@@ -20,6 +20,7 @@ from specdec.kernels.gpu.launch import overlap
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, key_tile, num_splits
 from specdec.kernels.gpu.pages import PagePointers, pointers
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
+from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 
@@ -62,7 +63,9 @@ class _Call:
     @property
     def of_codes(self) -> CodesKernel | None:
         """What takes the place of the kernels that read the context of a tile of nodes, if anything does."""
-        return next((way for way in (DIRECT, WIDE) if way.takes(self.q, self.pages[0], self.work, self.shape)), None)
+        return next(
+            (way for way in (SINGLE, DIRECT, WIDE) if way.takes(self.q, self.pages[0], self.work, self.shape)), None
+        )
 
     @property
     def group_block(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -109,15 +110,77 @@ def seen(sequence, first_row, lane, ok, reads, GROUP: gl.constexpr, CHAINS: gl.c
 
 
 @gluon.jit
-def long_splits_first():
-    """A program's split: programs run about in their order, and what takes long is not to be the last one."""
-    return gl.num_programs(2) - 1 - gl.program_id(2)
+def program_of(tiles_ptr, PDL: gl.constexpr):
+    """What a program is for: a tile's sequence, first row, number of rows and first node; the key head; the split.
+
+    Programs run about in their order, and what takes long is not to be the last one: long splits come first. The heads
+    of a block stand next to each other, and are read at about the same time.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = tiles_ptr + gl.program_id(1) * 4
+    tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    return tile, gl.program_id(0), gl.num_programs(2) - 1 - gl.program_id(2)
+
+
+@gluon.jit
+def seen(tile, lane, reads, GROUP: gl.constexpr, CHAINS: gl.constexpr):
+    """The last key that each row of a tile of nodes sees, and any; the end of tiles, and of those that all rows see.
+
+    Of trees, whose own keys aren't read here, all rows see the same tiles.
+    """
+    sequence, first_row, count, _ = tile
+    context_ptr, positions_ptr, ancestors_ptr = reads
+    if CHAINS:
+        row, ok = first_row + lane // GROUP, lane // GROUP < count
+        position = gl.load(positions_ptr + row, mask=ok, other=0).to(gl.int32)
+        position = gl.where(gl.load(ancestors_ptr + row, mask=ok, other=0) != 0, position, -1)  # padding sees nothing
+        last = gl.max(position, 0)
+        end = (last + KEY_TILE) // KEY_TILE
+        whole = (gl.min(gl.where(position < 0, last, position), 0) + 1) // KEY_TILE
+    else:
+        position = lane  # unused
+        last = gl.load(context_ptr + sequence).to(gl.int32) - 1
+        whole = (last + 1) // KEY_TILE
+        end = whole
+    return position, last, end, whole
 
 
 @gluon.jit
 def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
     """The first tile of a split."""
     return gl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
+
+
+@gluon.jit
+def query_rows(q_ptr, tile, head, lane, H: gl.constexpr, GROUP: gl.constexpr):
+    """Where the queries of a tile's rows × grouped heads start, and which there are."""
+    row = (tile[1] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
+    return q_ptr + row * HEAD_DIM, lane // GROUP < tile[2]
+
+
+@gluon.jit
+def load_queries(q_ptr, tile, head, layout: gl.constexpr, ROWS: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
+    """Queries as the left operand of products with keys in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
+    rows, ok = query_rows(q_ptr, tile, head, gl.arange(0, ROWS, gl.SliceLayout(1, layout)), H, GROUP)
+    k = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    of_key = k // 16 * 16 + k % 8 // 2 * 4 + k // 8 % 2 * 2 + k % 2
+    return gl.load(rows[:, None] + of_key[None, :], mask=ok[:, None], other=0.0)
+
+
+@gluon.jit
+def store_state(states, tile, head, split, num_states, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
+    """Put down where a split ended: maximum [M], sums of weights [M, n], all the same, and values [M, HEAD_DIM]."""
+    m_ptr, total_ptr, acc_ptr = states
+    lane = gl.arange(0, m.shape[0], m.type.layout)
+    state = (split * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
+    gl.store(m_ptr + state, m, mask=lane // GROUP < tile[2])
+    gl.store(total_ptr + state, gl.max(total, 1), mask=lane // GROUP < tile[2])
+    lane = gl.arange(0, m.shape[0], gl.SliceLayout(1, acc.type.layout))
+    state = (split * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
+    acc_at = acc_ptr + state[:, None] * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc.type.layout))[None, :]
+    gl.store(acc_at, acc, mask=(lane // GROUP < tile[2])[:, None])
 
 
 @gluon.jit
@@ -161,9 +224,7 @@ def copy_words(to, ptr, blocks, head, some, layout: gl.constexpr, BLOCK_SIZE: gl
 
 
 @gluon.jit
-def fetch_tile(
-    kept, pages, head, blocks, stage, some, BLOCK_SIZE: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr
-):
+def fetch_tile(kept, pages, head, blocks, stage, some, BLOCK_SIZE: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr):
     """Start to copy a tile's codes and scales to a stage."""
     GROUPS: gl.constexpr = HEAD_DIM // pages.group
     W: gl.constexpr = scale_words(GROUPS)
@@ -222,9 +283,7 @@ def _two_scales(first, second, select, words):
     second = gl.convert_layout(gl.expand_dims(second, 2), LAYOUT, assert_trivial=True)
     first, select = gl.broadcast(first, select)
     second, select = gl.broadcast(second, select)
-    both = gl.inline_asm_elementwise(
-        _SCALE, "=r,r,r,r", [first, second, select], dtype=gl.int32, is_pure=True, pack=1
-    )
+    both = gl.inline_asm_elementwise(_SCALE, "=r,r,r,r", [first, second, select], dtype=gl.int32, is_pure=True, pack=1)
     both, _ = gl.broadcast(gl.expand_dims(both, 3), words)
     return both
 
@@ -283,6 +342,7 @@ class CodesKernel:
         warps: of a program.
         max_registers: of a thread.
         min_context: it is the faster one for contexts from this length on.
+        min_keys: and where tiles of nodes × key heads × the longest context are at least as much.
     """
 
     kernel: Any
@@ -290,8 +350,9 @@ class CodesKernel:
     warps: int
     max_registers: int
     min_context: int
+    min_keys: int = 0
 
-    def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, object]) -> bool:
+    def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
         """Return whether this kernel is the faster one for a batch, of those that it is made for.
 
         Args:
@@ -309,11 +370,12 @@ class CodesKernel:
             and not sizes["SOFTCAP"]
             and not sizes["WINDOW"]
         )
-        return bool(made_for) and work.max_context >= self.min_context
+        keys = len(work.tree_tiles) * int(sizes["G"]) * work.max_context
+        return bool(made_for) and work.max_context >= self.min_context and keys >= self.min_keys
 
     def attend(
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
-        num_splits: int, sizes: dict[str, object],
+        num_splits: int, sizes: dict[str, Any],
     ) -> None:  # fmt: skip
         """Put down the states of splits as `chain_kernel` does for chains, and `context_kernel` for trees.
 
@@ -327,7 +389,7 @@ class CodesKernel:
             sizes: what attention kernels are compiled for.
         """
         names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "PDL")
-        self.kernel[(len(work.tree_tiles), sizes["G"], num_splits)](
+        self.kernel[(sizes["G"], len(work.tree_tiles), num_splits)](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
             work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
             *(sizes[name] for name in names), num_warps=self.warps, maxnreg=self.max_registers,

@@ -11,7 +11,6 @@ The bits are those of the other kernels (`tests/test_direct.py`). It is for tile
 for those of 64.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -23,12 +22,14 @@ from specdec.kernels.gpu.codes import (
     blocks_of,
     fetch_both,
     keys_of,
-    long_splits_first,
+    load_queries,
     only_seen,
+    program_of,
     room,
     seen,
     stage_after,
     start_of,
+    store_state,
     take_words,
     values_of,
     words_layout,
@@ -54,6 +55,14 @@ _VALUES = gl.constexpr(
     words_layout([[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]])
 )
 """A thread hands over one word of sixteen rows: four columns, and of each sixteen rows four."""
+
+_OUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[0, 32], [0, 64]],
+        block_bases=[], shape=[ROWS.value, HEAD_DIM.value],
+    )
+)  # fmt: skip
+"""What a thread has of values, in their own order: eight next to each other."""
 
 
 @gluon.jit
@@ -137,33 +146,23 @@ def direct_kernel(
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
     GROUPS: gl.constexpr = D // k_pages.group
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    tile_of, kv_head, split = gl.program_id(0), gl.program_id(1), long_splits_first()
-    sequence, first_row = gl.load(tiles_ptr + tile_of * 4), gl.load(tiles_ptr + tile_of * 4 + 1)
-    count, first_node = gl.load(tiles_ptr + tile_of * 4 + 2), gl.load(tiles_ptr + tile_of * 4 + 3)
-    lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
-    ok = lane // GROUP < count
+    tile, kv_head, split = program_of(tiles_ptr, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
-    position, last, end, whole = seen(sequence, first_row, lane, ok, reads, GROUP, CHAINS)
+    lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
+    position, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
     from_tile, to_tile = start_of(split, SMALL, NUM, LARGE), start_of(split + 1, SMALL, NUM, LARGE)
     if from_tile < end if CHAINS else from_tile <= end:
         to_tile = gl.minimum(to_tile, end)
         whole = gl.minimum(to_tile, whole)
         num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
-        table_at = table_ptr + sequence.to(gl.int64) * table_stride
+        table_at = table_ptr + tile[0].to(gl.int64) * table_stride
         kept = room(STAGES, GROUPS), room(STAGES, GROUPS)
         for ahead in gl.static_range(STAGES - 1):
-            tile = from_tile + ahead
-            blocks = blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
-            fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G, WARPS)
+            at = from_tile + ahead
+            blocks = blocks_of(table_at, at, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+            fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, at < to_tile, BLOCK_SIZE, G, WARPS)
         blocks = blocks_of(table_at, from_tile + (STAGES - 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
-        at = gl.arange(0, ROWS, gl.SliceLayout(1, _LEFT))
-        k = gl.arange(0, D, gl.SliceLayout(0, _LEFT))
-        of_key = k // 16 * 16 + k % 8 // 2 * 4 + k // 8 % 2 * 2 + k % 2  # the order of `_keys`
-        q_at = ((first_row + at // GROUP).to(gl.int64) * H + kv_head * GROUP + at % GROUP) * D
-        q = gl.load(q_ptr + q_at[:, None] + of_key[None, :], mask=(at // GROUP < count)[:, None], other=0.0)
+        q = load_queries(q_ptr, tile, kv_head, _LEFT, ROWS, H, GROUP)
         left = (
             gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], _KEPT_LEFT, q),
             gl.allocate_shared_memory(gl.bfloat16, [ROWS, TILE], _KEPT_LEFT),
@@ -178,16 +177,10 @@ def direct_kernel(
         state = _attend(rest, to_tile, state, left, right, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)
         m, total, acc, _, _, _ = state
         async_copy.wait_group(0)
-        to = (split * num_states + first_node + lane // GROUP).to(gl.int64) * H + kv_head * GROUP + lane % GROUP
-        gl.store(m_ptr + to, m, mask=ok)
-        gl.store(total_ptr + to, gl.max(total, 1), mask=ok)  # all columns are the same
-        acc = gl.reshape(gl.permute(gl.reshape(acc, [ROWS, 4, D // 4]), (0, 2, 1)), [ROWS, D])  # the order of `_values`
-        OUT: gl.constexpr = acc.type.layout
-        of_out = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-        acc_state = (split * num_states + first_node + of_out // GROUP).to(gl.int64) * H
-        acc_state += kv_head * GROUP + of_out % GROUP
-        acc_at = acc_ptr + acc_state[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
-        gl.store(acc_at, acc, mask=(of_out // GROUP < count)[:, None])
+        acc = gl.reshape(gl.permute(gl.reshape(acc, [ROWS, 4, D // 4]), (0, 2, 1)), [ROWS, D])
+        acc = gl.convert_layout(acc, _OUT, assert_trivial=True)  # the columns' own order, not that of `_values`
+        states = m_ptr, total_ptr, acc_ptr
+        store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
 
 
 DIRECT = CodesKernel(direct_kernel, ROWS.value, WARPS.value, max_registers=128, min_context=4096)

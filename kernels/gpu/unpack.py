@@ -131,6 +131,10 @@ def _values(first, second, pairs, scales, kind):
     lines = []
     for i, pair in enumerate(pairs):
         low, high = pair
-        lines += [f"prmt.b32 a, {first}, {second}, 0x{high}{high}{low}{low};", *decode, f"fma.rn.bf16x2 a, a, {scales}, none;"]
+        lines += [
+            f"prmt.b32 a, {first}, {second}, 0x{high}{high}{low}{low};",
+            *decode,
+            f"fma.rn.bf16x2 a, a, {scales}, none;",
+        ]
         lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, a;"]
     return lines

@@ -9,7 +9,6 @@ The bits are those of the other kernels (`tests/test_direct.py`), whose operands
 of the same products in the same sixteens, one after the other.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -23,12 +22,14 @@ from specdec.kernels.gpu.codes import (
     blocks_of,
     fetch_both,
     keys_of,
-    long_splits_first,
     only_seen,
+    program_of,
+    query_rows,
     room,
     seen,
     stage_after,
     start_of,
+    store_state,
     take_words,
     values_of,
     words_layout,
@@ -172,32 +173,25 @@ def wide_kernel(
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
     GROUPS: gl.constexpr = D // k_pages.group
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    tile_of, kv_head, split = gl.program_id(0), gl.program_id(1), long_splits_first()
-    sequence, first_row = gl.load(tiles_ptr + tile_of * 4), gl.load(tiles_ptr + tile_of * 4 + 1)
-    count, first_node = gl.load(tiles_ptr + tile_of * 4 + 2), gl.load(tiles_ptr + tile_of * 4 + 3)
-    lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
-    ok = lane // GROUP < count
+    tile, kv_head, split = program_of(tiles_ptr, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
-    position, last, end, whole = seen(sequence, first_row, lane, ok, reads, GROUP, CHAINS)
+    lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
+    position, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
     from_tile, to_tile = start_of(split, SMALL, NUM, LARGE), start_of(split + 1, SMALL, NUM, LARGE)
     if from_tile < end if CHAINS else from_tile <= end:
         to_tile = gl.minimum(to_tile, end)
         whole = gl.minimum(to_tile, whole)
         num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
-        table_at = table_ptr + sequence.to(gl.int64) * table_stride
+        table_at = table_ptr + tile[0].to(gl.int64) * table_stride
         kept = room(STAGES, GROUPS), room(STAGES, GROUPS)
         for ahead in gl.static_range(STAGES):
-            tile = from_tile + ahead
-            blocks = blocks_of(table_at, tile, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
-            fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, tile < to_tile, BLOCK_SIZE, G, WARPS)
+            at = from_tile + ahead
+            blocks = blocks_of(table_at, at, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+            fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, at < to_tile, BLOCK_SIZE, G, WARPS)
         blocks = blocks_of(table_at, from_tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
-        at = gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES))
-        q_at = ((first_row + at // GROUP).to(gl.int64) * H + kv_head * GROUP + at % GROUP) * D
-        q_at = q_at[:, None] + gl.arange(0, D, gl.SliceLayout(0, _QUERIES))[None, :]
-        q = gl.load(q_ptr + q_at, mask=(at // GROUP < count)[:, None], other=0.0)
+        rows, ok = query_rows(q_ptr, tile, kv_head, gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES)), H, GROUP)
+        d = gl.arange(0, D, gl.SliceLayout(0, _QUERIES))
+        q = gl.load(rows[:, None] + d[None, :], mask=ok[:, None], other=0.0)
         q = gl.permute(gl.reshape(q, [ROWS, D // 16, 4, 2, 2]), (0, 1, 3, 2, 4))  # the order of `_keys`
         right = (
             gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], _KEPT, gl.reshape(q, [ROWS, D])),
@@ -218,16 +212,11 @@ def wide_kernel(
         state = _attend(rest, to_tile, state, right, left, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)
         m, total, acc, _, _ = state
         async_copy.wait_group(0)
-        to = (split * num_states + first_node + lane // GROUP).to(gl.int64) * H + kv_head * GROUP + lane % GROUP
-        gl.store(m_ptr + to, m, mask=ok)
-        gl.store(total_ptr + to, gl.max(total, 1), mask=ok)  # all columns are the same
         acc = gl.permute(gl.reshape(acc, [2, WARPS, 2, 8, ROWS]), (1, 3, 0, 2, 4))  # the order of `_values`
         acc = gl.convert_layout(gl.reshape(acc, [D, ROWS]), _OUT)
-        of_out = gl.arange(0, ROWS, gl.SliceLayout(0, _OUT))
-        acc_state = (split * num_states + first_node + of_out // GROUP).to(gl.int64) * H
-        acc_state += kv_head * GROUP + of_out % GROUP
-        acc_at = acc_ptr + acc_state[None, :] * D + gl.arange(0, D, gl.SliceLayout(1, _OUT))[:, None]
-        gl.store(acc_at, acc, mask=(of_out // GROUP < count)[None, :])
+        states = m_ptr, total_ptr, acc_ptr
+        acc = gl.permute(acc, (1, 0))
+        store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
 
 
 WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=168, min_context=4096)

@@ -1,0 +1,168 @@
+"""Attention of many sequences over quantized pages, by programs of one warp, none of which waits for another. In Gluon.
+
+The warps of a `direct_kernel` share a tile of keys: for each they wait for each other, and hand weights around. Here a
+warp has a tile of its own, whose weights are where its next product takes them from. That is the faster way where there
+are enough sequences to put every multiprocessor to work so.
+
+The bits are those of the other kernels (`tests/test_direct.py`). It is for tiles of 16 rows.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from specdec.kernels.gpu.codes import (
+    HEAD_DIM,
+    KEY_TILE,
+    CodesKernel,
+    blocks_of,
+    fetch_tile,
+    keys_of,
+    load_queries,
+    only_seen,
+    program_of,
+    room,
+    seen,
+    start_of,
+    store_state,
+    take_words,
+    values_of,
+    words_layout,
+)
+
+ROWS = gl.constexpr(16)
+"""Rows × grouped heads of a tile."""
+WARPS = gl.constexpr(1)
+
+_SUM = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, WARPS.value], [16, 8]))
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, _SUM.value, 2))
+_RIGHT = gl.constexpr(gl.DotOperandLayout(1, _SUM.value, 2))
+
+_KEYS = gl.constexpr(
+    words_layout([[0, 4], [0, 8], [0, 16], [8, 0], [16, 0], [32, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [])
+)
+"""A thread hands over every fourth word of eight keys: of each sixteen values that a product sums at once four."""
+_VALUES = gl.constexpr(
+    words_layout([[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]], [])
+)
+"""A thread hands over four words of sixteen rows: sixteen columns, and of each sixteen rows four."""
+_OUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]], [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]], [],
+        block_bases=[], shape=[ROWS.value, HEAD_DIM.value],
+    )
+)  # fmt: skip
+"""What a thread has of values, in their own order: 32 next to each other."""
+
+
+@gluon.jit
+def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
+    """[HEAD_DIM, KEY_TILE] bf16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
+    x = gl.reshape(keys_of(words, scales, head, kind, G, GROUPS), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
+    x = gl.reshape(gl.permute(x, (1, 4, 2, 3, 0)), [HEAD_DIM, KEY_TILE])
+    return gl.convert_layout(x, _RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _values(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
+    """[KEY_TILE, HEAD_DIM] bf16, the columns in the order 0, 16, …, 112, 4, 20, …, 124, 1, 17, …."""
+    x = gl.reshape(values_of(words, scales, head, kind, G, GROUPS), [KEY_TILE // 2, 8, 4, 2, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 3, 4, 5, 2, 1)), [KEY_TILE, HEAD_DIM])
+    return gl.convert_layout(x, _RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _attend(
+    first, end, state, q, right, k_pages, v_pages, head, scale,
+    MASKED: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Put tiles behind those before. What a tile's keys leave free the next one's are copied to, and so of values.
+
+    Args:
+        first, end: which tiles.
+        state: maximum [ROWS], sum of weights [ROWS, 8], weighted values [ROWS, HEAD_DIM], and the blocks of the tile
+            that is to be copied next.
+        q: the queries.
+        right: room for a tile's keys, and for its values, where the table starts, its number of blocks, where the
+            copies end, the last key that any row sees, and that of each row.
+        MASKED: whether rows may see a part of a tile only.
+    """
+    m, total, acc, blocks = state
+    k_kept, v_kept, table_at, num_blocks, to_tile, last, position = right
+    GROUPS: gl.constexpr = HEAD_DIM // k_pages.group
+    ones = gl.full([KEY_TILE, 8], 1.0, gl.bfloat16, _RIGHT)
+    none = gl.zeros([ROWS, KEY_TILE], gl.float32, _SUM)
+    factor = scale * 1.4426950408889634
+    for tile in range(first, end):
+        async_copy.wait_group(1)
+        words, scales = take_words(k_kept, 0, _KEYS, GROUPS)
+        s = mma_v2(q, _keys(words, scales, head, k_pages.kind, G, GROUPS), none) * factor
+        fetch_tile(k_kept, k_pages, head, blocks, 0, tile + 1 < to_tile, BLOCK_SIZE, G, WARPS)
+        async_copy.commit_group()
+        if MASKED:
+            key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, _SUM))
+            s = gl.where(key[None, :] <= (position - tile * KEY_TILE)[:, None], s, float("-inf"))
+        top = gl.maximum(m, gl.max(s, 1))
+        finite = gl.where(top == float("-inf"), 0.0, top)
+        p = gl.convert_layout(gl.exp2(s - finite[:, None]).to(gl.bfloat16), _LEFT, assert_trivial=True)
+        keep = gl.exp2(m - finite)
+        m = top
+        async_copy.wait_group(1)
+        words, scales = take_words(v_kept, 0, _VALUES, GROUPS)
+        if MASKED:
+            scales = only_seen(scales, tile, last)
+        values = _values(words, scales, head, v_pages.kind, G, GROUPS)
+        total = mma_v2(p, ones, total * keep[:, None])
+        acc = mma_v2(p, values, acc * keep[:, None])
+        fetch_tile(v_kept, v_pages, head, blocks, 0, tile + 1 < to_tile, BLOCK_SIZE, G, WARPS)
+        async_copy.commit_group()
+        blocks = blocks_of(table_at, tile + 2, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+    return m, total, acc, blocks
+
+
+@gluon.jit(do_not_specialize=["table_stride", "num_states"])
+def single_kernel(
+    q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
+    table_stride, num_states, scale,
+    CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One split of one tile of nodes: of chains with their own keys, of trees without."""
+    D: gl.constexpr = HEAD_DIM
+    GROUP: gl.constexpr = H // G
+    GROUPS: gl.constexpr = D // k_pages.group
+    tile, kv_head, split = program_of(tiles_ptr, PDL)
+    reads = context_ptr, positions_ptr, ancestors_ptr
+    lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
+    position, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
+    from_tile, to_tile = start_of(split, SMALL, NUM, LARGE), start_of(split + 1, SMALL, NUM, LARGE)
+    if from_tile < end if CHAINS else from_tile <= end:
+        to_tile = gl.minimum(to_tile, end)
+        whole = gl.minimum(to_tile, whole)
+        num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
+        table_at = table_ptr + tile[0].to(gl.int64) * table_stride
+        k_kept, v_kept = room(1, GROUPS), room(1, GROUPS)
+        blocks = blocks_of(table_at, from_tile, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+        fetch_tile(k_kept, k_pages, kv_head, blocks, 0, from_tile < to_tile, BLOCK_SIZE, G, WARPS)
+        async_copy.commit_group()
+        fetch_tile(v_kept, v_pages, kv_head, blocks, 0, from_tile < to_tile, BLOCK_SIZE, G, WARPS)
+        async_copy.commit_group()
+        blocks = blocks_of(table_at, from_tile + 1, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+        q = load_queries(q_ptr, tile, kv_head, _LEFT, ROWS, H, GROUP)
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _SUM))
+        total = gl.zeros([ROWS, 8], gl.float32, _SUM)
+        acc = gl.zeros([ROWS, D], gl.float32, _SUM)
+        state = m, total, acc, blocks
+        right = k_kept, v_kept, table_at, num_blocks, to_tile, last, position
+        state = _attend(from_tile, whole, state, q, right, k_pages, v_pages, kv_head, scale, False, G, BLOCK_SIZE)
+        rest = gl.maximum(from_tile, whole)
+        state = _attend(rest, to_tile, state, q, right, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)
+        m, total, acc, _ = state
+        async_copy.wait_group(0)
+        acc = gl.reshape(gl.permute(gl.reshape(acc, [ROWS, 4, 4, 8]), (0, 3, 2, 1)), [ROWS, D])
+        acc = gl.convert_layout(acc, _OUT, assert_trivial=True)  # the columns' own order, not that of `_values`
+        states = m_ptr, total_ptr, acc_ptr
+        store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
+
+
+SINGLE = CodesKernel(single_kernel, ROWS.value, WARPS.value, max_registers=224, min_context=4096, min_keys=1 << 20)
