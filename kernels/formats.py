@@ -2,7 +2,7 @@
 
 A group of values along head_dim shares a scale, and a zero point where the format has one. What is stored for a token
 and head never depends on another token. A stored value is worth `code · scale + zero point`, taken in fp32 and rounded
-to the dtype that is computed in.
+to the dtype that is computed in. Attention over quantized pages on a GPU is computed in fp16 where the model has bf16.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from specdec.errors import ConfigError
 
-SCALE_DTYPE = torch.bfloat16
-"""A code has eight bits and so has a scale: their product is exact in fp32, and one bf16 multiplication rounds it as
-well as fp32 would. To the codes it makes no difference that the scale was rounded first: they are of what it became."""
-MAX_SCALE = torch.finfo(SCALE_DTYPE).max
-"""Largest number of that dtype: scales and zero points of infinite values stop there."""
+SCALE_DTYPE = torch.float16
+"""To the codes it makes no difference that scales and zero points were rounded first: they are of what those became."""
+MAX_VALUE = 7168.0
+"""What is stored stops there, infinite values too: within fp16 then are all values, and the scale of an integer code
+times 1,152, which takes off what the code's bits stand on in fp16 (`kernels/gpu/unpack.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,10 @@ class KVFormat:
 
     Args:
         name: what `EngineConfig.kv_cache_dtype` calls it.
-        code_dtype: of a value divided by its scale; uint8 where that is a float of 8 bits, see `fraction`.
         bits: of a code; two codes of 4 bits share a byte, the first in its lower half.
-        lowest, largest: codes are between them.
+        lowest, largest: a value divided by its scale is between them.
+        middle: what is stored for 0.
+        scale_bits: significant bits of a scale; with fewer than fp16 has it is rounded up, so that no code is cut off.
         fraction: bits of a float code's fraction, its last ones; before them stand a sign and 7 − fraction bits of
             exponent, biased as IEEE does it, but without infinities. 0: codes are integers.
         zero_point: whether codes count from the group's least value; else from 0.
@@ -38,10 +39,11 @@ class KVFormat:
     """
 
     name: str
-    code_dtype: torch.dtype
     bits: int
     lowest: float
     largest: float
+    middle: int = 0
+    scale_bits: int = 11
     fraction: int = 0
     zero_point: bool = False
     spread: bool = False
@@ -102,10 +104,19 @@ class KVFormat:
 FORMATS = {
     f.name: f
     for f in (
-        KVFormat("fp8", torch.uint8, 8, -31, 31, fraction=4),
-        KVFormat("fp8_e4m3", torch.uint8, 8, -256, 256, fraction=3),
-        KVFormat("int8", torch.int8, 8, -127, 127, spread=True, group_sizes=(8, 16, 32, 64, 128)),
-        KVFormat("int4", torch.uint8, 4, 0, 15, zero_point=True, spread=True, group_sizes=(32, 64, 128)),
+        KVFormat("fp8", 8, -31, 31, fraction=4),
+        KVFormat("fp8_e4m3", 8, -256, 256, fraction=3),
+        KVFormat(
+            "int8",
+            8,
+            -127,
+            127,
+            middle=128,
+            scale_bits=7,
+            spread=True,
+            group_sizes=(8, 16, 32, 64, 128),
+        ),
+        KVFormat("int4", 4, 0, 15, zero_point=True, spread=True, group_sizes=(32, 64, 128)),
     )
 }
 
@@ -116,7 +127,7 @@ class QuantizedPages:
 
     Args:
         codes: [num_blocks, block_size, num_kv_heads, code width] uint8.
-        scales: [num_blocks, block_size, num_kv_heads, S] bf16: a scale a group, then a zero point a group.
+        scales: [num_blocks, block_size, num_kv_heads, S] fp16: a scale a group, then a zero point a group.
         format: how they are to be read.
     """
 
@@ -151,17 +162,17 @@ def quantize(x: Tensor, how: KVFormat) -> tuple[Tensor, Tensor]:
         how: the format, its group decided.
 
     Returns:
-        codes [..., code width] uint8 and scales [..., S] bf16, as in `QuantizedPages`.
+        codes [..., code width] uint8 and scales [..., S] fp16, as in `QuantizedPages`.
     """
-    x = _in_groups(x.float().contiguous(), how)
-    zero = x.amin(-1, keepdim=True).clamp(-MAX_SCALE, MAX_SCALE).to(SCALE_DTYPE) if how.zero_point else None
+    x = _in_groups(x.float().contiguous().clamp(-MAX_VALUE, MAX_VALUE), how)
+    zero = x.amin(-1, keepdim=True).to(SCALE_DTYPE) if how.zero_point else None
     if zero is not None:
         x = x - zero.float()
     span = (x if how.zero_point else x.abs()).amax(-1, keepdim=True)
-    scale = (span * (1.0 / how.largest)).clamp(0, MAX_SCALE).to(SCALE_DTYPE)
+    scale = _to_scale(span.clamp(min=0) * (1.0 / how.largest), how)
     codes = x / torch.where(scale == 0, 1.0, scale.float())
     codes = codes.clamp(how.lowest, how.largest).flatten(-2)
-    codes = _to_float8(codes, how) if how.fraction else codes.round().to(how.code_dtype).view(torch.uint8)
+    codes = _to_float8(codes, how) if how.fraction else (codes.round() + how.middle).to(torch.uint8)
     if how.bits == 4:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
     return codes, torch.cat([scale] if zero is None else [scale, zero], -2).squeeze(-1)
@@ -171,12 +182,20 @@ def dequantize(codes: Tensor, scales: Tensor, how: KVFormat, dtype: torch.dtype)
     """Return what codes [..., code width] and scales [..., S] are worth: [..., D] in the dtype that is computed in."""
     if how.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    x = _in_groups(_from_float8(codes, how) if how.fraction else codes.view(how.code_dtype).float(), how)
+    x = _in_groups(_from_float8(codes, how) if how.fraction else codes.float() - how.middle, how)
     num_groups = x.shape[-2]
     x = x * scales[..., :num_groups, None].float()
     if how.zero_point:
         x = x + scales[..., num_groups:, None].float()
     return x.to(dtype).flatten(-2)
+
+
+def _to_scale(x: Tensor, how: KVFormat) -> Tensor:
+    """fp32 values as scales: the nearest fp16, or the next number of fewer bits above."""
+    if how.scale_bits < 11:
+        dropped = (1 << 24 - how.scale_bits) - 1
+        x = (x.view(torch.int32) + dropped & ~dropped).view(torch.float32)
+    return x.to(SCALE_DTYPE)
 
 
 def _to_float8(x: Tensor, how: KVFormat) -> Tensor:

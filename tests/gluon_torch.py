@@ -19,7 +19,7 @@ from tests import ptx
 
 GARBAGE = 0x5B
 """What each byte of a value holds that was not loaded."""
-_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float16": torch.float16}
 _WORD = "uint32"
 _GARBAGE_WORD = GARBAGE * 0x01010101
 
@@ -162,7 +162,7 @@ class AsyncCopy:
 class Language:
     """What kernels know as `gl`, for one program."""
 
-    int32, int64, float32, bfloat16, uint32 = "int32", "int64", "float32", "bfloat16", _WORD
+    int32, int64, float32, float16, uint32 = "int32", "int64", "float32", "float16", _WORD
 
     def __init__(self, program: Sequence[int], grid: Sequence[int]) -> None:
         self._program, self._grid = program, grid
@@ -269,19 +269,15 @@ class Language:
         assembly: str,
         constraints: str,
         args: Sequence[Value],
-        dtype: str | Sequence[str],
+        dtype: Sequence[str],
         is_pure: bool,
         pack: int,
     ) -> Any:
         assert pack == 1
         out = ptx.run(assembly, constraints, [_bits(arg.tensor) for arg in args])
         shape = args[0].tensor.shape
-        if dtype == "int32":
-            return Value(torch.from_numpy(out[0]).view(shape))
-        assert set(dtype) == {"bfloat16"}
-        return [
-            Value(torch.from_numpy(x.astype(np.uint16).view(np.int16)).view(torch.bfloat16).view(shape)) for x in out
-        ]
+        as_said = {"int32": lambda x: x, "float16": lambda x: x.astype(np.uint16).view(np.float16)}
+        return [Value(torch.from_numpy(as_said[kind](x)).view(shape)) for kind, x in zip(dtype, out, strict=True)]
 
     def mma_v2(self, a: Value, b: Value, acc: Value) -> Value:
         return Value(a.tensor.float() @ b.tensor.float() + acc.tensor)
@@ -292,8 +288,7 @@ class Language:
 
 
 def _bits(x: Tensor) -> np.ndarray:
-    words = x.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF if x.dtype == torch.bfloat16 else x
-    return words.contiguous().numpy()
+    return x.to(torch.int64).contiguous().numpy()
 
 
 def _inside(at: Tensor, flat: Tensor) -> Tensor:

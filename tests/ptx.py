@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 Words = np.ndarray
 """int64, holding what a register of 32 or 16 bits holds."""
@@ -57,25 +56,27 @@ def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
 
 
 def _fma(x: Words, y: Words, z: Words) -> Words:
-    """bf16x2: exact in float64 for what stands in codes and scales, then rounded once."""
+    """f16x2: exact in float64, then rounded once."""
     halves = []
     for shift in (0, 16):
-        a, b, c = (_bf16(np.asarray(word >> shift & 0xFFFF)) for word in (x, y, z))
-        exact = np.asarray(a * b + c)
-        rounded = torch.from_numpy(np.atleast_1d(exact)).to(torch.float32)  # exact: sixteen bits of a product fit
-        halves.append(rounded.bfloat16().view(torch.int16).numpy().astype(np.int64).reshape(exact.shape) & 0xFFFF)
+        a, b, c = (_half(np.asarray(word >> shift & 0xFFFF)) for word in (x, y, z))
+        with np.errstate(over="ignore", invalid="ignore"):
+            halves.append(np.asarray(a * b + c).astype(np.float16).view(np.uint16).astype(np.int64))
     return np.asarray(halves[0] | halves[1] << 16)
 
 
-def _bf16(bits: Words) -> Words:
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+def _half(bits: Words) -> Words:
+    return bits.astype(np.uint16).view(np.float16).astype(np.float64)
 
 
+_ONE, _NOTHING = np.int64(0x3C003C00), np.int64(0x80008000)
 _RUN: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda a: a,
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "and.b32": lambda a, b: a & b,
     "shr.b32": lambda a, b: a >> b,
-    "fma.rn.bf16x2": _fma,
+    "fma.rn.f16x2": _fma,
+    "mul.rn.f16x2": lambda a, b: _fma(a, b, _NOTHING),
+    "add.rn.f16x2": lambda a, b: _fma(a, _ONE, b),
 }

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages, dequantize, load, store
+from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages, dequantize, load, quantize, store
 from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE, CodesKernel
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_splits
 from specdec.kernels.gpu.pages import pointers
 from specdec.kernels.gpu.single import SINGLE
-from specdec.kernels.gpu.unpack import pairs_assembly, word_assembly
+from specdec.kernels.gpu.unpack import pairs_assembly, scales_assembly, word_assembly
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import AttentionWork, uniform_work
 from tests import gluon_torch, ptx
@@ -58,7 +58,7 @@ class Batch:
     def attended(self, row: int, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """The state of a row's heads after some keys: maximum [H], weight [H] and weighted values [H, D]."""
         slots = self.slots[row // self.nodes][first : max(first, end)]
-        k, v = (load(page, slots, torch.bfloat16).repeat_interleave(GROUP, 1).float() for page in self.pages)
+        k, v = (load(page, slots, torch.float16).repeat_interleave(GROUP, 1).float() for page in self.pages)
         scores = torch.einsum("hd,nhd->hn", self.q[row].float(), k) * (SCALE * 1.4426950408889634)
         m = scores.amax(1) if len(k) else torch.full((len(scores),), -torch.inf, device=scores.device)
         p = torch.exp2(scores - m.nan_to_num(neginf=0)[:, None])
@@ -211,13 +211,13 @@ for nodes, name in (1, "single"), (1, "direct"), (16, "wide"):
     loaded, stored, used = of_shared_memory(single[0])
     assert loaded == codes and not stored and not used
     loaded, stored, used = of_shared_memory(narrow[0])
-    assert loaded == codes | {"tensor<16x128xbf16", "tensor<16x64xbf16"}
-    assert stored == {"tensor<16x64xbf16"} and not used
+    assert loaded == codes | {"tensor<16x128xf16", "tensor<16x64xf16"}
+    assert stored == {"tensor<16x64xf16"} and not used
     loaded, stored, used = of_shared_memory(wider[0])
     assert loaded == codes | {"tensor<64x2xf32"}, "two numbers of each row"
-    assert stored == {"tensor<64x64xbf16", "tensor<64x2xf32"}
-    keys, values, weights, ones = "tensor<64x128xbf16", "tensor<128x64xbf16", "memdesc<64x64xbf16", "memdesc<64x8xbf16"
-    assert used == {(keys, "memdesc<128x64xbf16"), (values, weights), (weights, ones)}
+    assert stored == {"tensor<64x64xf16", "tensor<64x2xf32"}
+    keys, values, weights, ones = "tensor<64x128xf16", "tensor<128x64xf16", "memdesc<64x64xf16", "memdesc<64x8xf16"
+    assert used == {(keys, "memdesc<128x64xf16"), (values, weights), (weights, ones)}
     for _, ptx_text in (single, narrow, wider):
         copies = set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text))
         assert copies == {"0x10", "0x4"}, "sixteen bytes of codes at once, and words of scales"
@@ -238,19 +238,25 @@ def test_assembly_gives_the_values_of_the_format(kind: str) -> None:
     if kind == "fp8_e4m3":
         codes = codes[(codes & 0x7F) != 0x7F]  # not numbers, and never stored
     codes = codes[: len(codes) // 8 * 8].view(-1, 8)
-    for scale in (0.0, 1.0, 0.0123, 3e-39, 7e30):
-        scales = torch.full((len(codes), 1), scale, dtype=SCALE_DTYPE)
-        want = dequantize(codes, scales, how, torch.bfloat16).view(-1, 4)
+    for scale in (0.0, 1.0, 0.0123, 3e-7, 55.5, 2e-5):
+        scales = quantize(torch.full((len(codes), 8), scale * how.largest), how)[1]
+        others = quantize(torch.full((len(codes), 8), 0.7 * how.largest), how)[1]
+        want, other = (dequantize(codes, which, how, torch.float16).view(-1, 4) for which in (scales, others))
         words = codes.view(torch.int32).flatten().long().numpy() & 0xFFFFFFFF
-        bits = scales.view(torch.int16).flatten().long().repeat_interleave(2).numpy() & 0xFFFF
-        twice = bits | bits << 16
-        row = ptx.run(word_assembly(kind), "=h,=h,=h,=h,r,r", [words, twice])
-        assert torch.equal(as_values(row), want), "a word of one row"
-        inputs = [words, np.roll(words, 5), twice]
-        pairs = ptx.run(pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", inputs)
-        assert torch.equal(as_values(pairs[::2]), want), "the first of two rows"
-        assert torch.equal(as_values(pairs[1::2]), want.roll(5, 0)), "the second"
+        bits, more = (
+            x.view(torch.int16).flatten().long().repeat_interleave(2).numpy() & 0xFFFF for x in (scales, others)
+        )
+        for upper in (0, 1):
+            two = more | bits << 16 if upper else bits | more << 16
+            twice = ptx.run(scales_assembly(kind), "=r,=r,r,r,r", [two, two, np.int64(0x3232 if upper else 0x1010)])
+            row = ptx.run(word_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, *twice])
+            assert torch.equal(as_values(row), want), "a word of one row"
+            inputs = [two, more, np.int64(0x5432 if upper else 0x5410)]
+            both = ptx.run(scales_assembly(kind), "=r,=r,r,r,r", inputs)
+            pairs = ptx.run(pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r", [words, np.roll(words, 5), *both])
+            assert torch.equal(as_values(pairs[::2]), want), "the first of two rows"
+            assert torch.equal(as_values(pairs[1::2]), other.roll(5, 0)), "the second"
 
 
 def as_values(outputs: Any) -> Tensor:
-    return torch.from_numpy(np.stack(outputs, -1).astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.stack(outputs, -1).astype(np.uint16).view(np.float16))

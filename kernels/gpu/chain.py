@@ -70,7 +70,7 @@ def chain_kernel(
     ok = (lane // GROUP < ROWS) & (inside + lane // GROUP < nodes)
     position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
     ancestors = tl.load(ancestors_ptr + row, mask=ok, other=0)
-    q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
+    q = load_q(q_ptr, k_ptr, row, head, ok, H, D, BLOCK_D)
     position = tl.where(ancestors != 0, position, -1)  # padding sees nothing
     last = tl.max(position, 0)
     end = (last + TILE) // TILE

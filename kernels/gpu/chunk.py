@@ -43,7 +43,7 @@ def chunk_kernel(
     row, head, ok = first + lane // GROUP, kv_head * GROUP + lane % GROUP, lane // GROUP < count
     position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
     start, last = tl.load(positions_ptr + first).to(tl.int32), tl.max(position, 0)
-    q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
+    q = load_q(q_ptr, k_ptr, row, head, ok, H, D, BLOCK_D)
     table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
     lowest = start * 0
     if WINDOW > 0:

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from specdec.kernels.gpu.pages import PagePointers
-from specdec.kernels.gpu.unpack import pairs_assembly, word_assembly
+from specdec.kernels.gpu.unpack import pairs_assembly, scales_assembly, word_assembly
 from specdec.kernels.work import AttentionWork
 
 HEAD_DIM, KEY_TILE = gl.constexpr(128), gl.constexpr(64)
@@ -33,9 +33,6 @@ _SHAPE = gl.constexpr([KEY_TILE.value, HEAD_DIM.value // 4])
 _KEPT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 """Sixteen bytes of eight rows in a place of their own each: what lanes read at once never shares a bank."""
 _KEPT_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-_SCALE = gl.constexpr("prmt.b32 $0, $1, $2, $3;")
-"""Two scales, each half of a word."""
 
 
 def words_layout(registers: Bases, lanes: Bases, warps: Bases) -> gl.DistributedLinearLayout:
@@ -166,7 +163,7 @@ def load_queries(q_ptr, tile, head, layout: gl.constexpr, ROWS: gl.constexpr, H:
     rows, ok = query_rows(q_ptr, tile, head, gl.arange(0, ROWS, gl.SliceLayout(1, layout)), H, GROUP)
     k = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     of_key = k // 16 * 16 + k % 8 // 2 * 4 + k // 8 % 2 * 2 + k % 2
-    return gl.load(rows[:, None] + of_key[None, :], mask=ok[:, None], other=0.0)
+    return as_half(gl.load(rows[:, None] + of_key[None, :], mask=ok[:, None], other=0.0))
 
 
 @gluon.jit
@@ -276,26 +273,30 @@ def _upper(words, every: gl.constexpr, offset: gl.constexpr, head, G: gl.constex
 
 
 @gluon.jit
-def _two_scales(first, second, select, words):
-    """Halves of two words as `select` says, beside each of the words that they go with."""
+def _two_scales(first, second, select, words, kind: gl.constexpr):
+    """Halves of two words as `select` says, and what goes with them, beside each of the words that they are of."""
     LAYOUT: gl.constexpr = gl.SliceLayout(3, words.type.layout)
     first = gl.convert_layout(gl.expand_dims(first, 2), LAYOUT, assert_trivial=True)
     second = gl.convert_layout(gl.expand_dims(second, 2), LAYOUT, assert_trivial=True)
     first, select = gl.broadcast(first, select)
     second, select = gl.broadcast(second, select)
-    both = gl.inline_asm_elementwise(_SCALE, "=r,r,r,r", [first, second, select], dtype=gl.int32, is_pure=True, pack=1)
-    both, _ = gl.broadcast(gl.expand_dims(both, 3), words)
-    return both
+    scales, less = gl.inline_asm_elementwise(
+        scales_assembly(kind), "=r,=r,r,r,r", [first, second, select], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    scales, _ = gl.broadcast(gl.expand_dims(scales, 3), words)
+    less, _ = gl.broadcast(gl.expand_dims(less, 3), words)
+    return scales, less
 
 
 @gluon.jit
 def keys_of(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """Values of a tile's words: [KEY_TILE, HEAD_DIM / 4, 2 in a half, 2 halves of a word] bf16."""
+    """Values of a tile's words: [KEY_TILE, HEAD_DIM / 4, 2 in a half, 2 halves of a word] fp16."""
     words = by_scale(words, GROUPS)
-    scales = _two_scales(scales, scales, _upper(words, 1, 0, head, G, GROUPS) * 0x2222 + 0x1010, words)
+    select = _upper(words, 1, 0, head, G, GROUPS) * 0x2222 + 0x1010
+    scales, less = _two_scales(scales, scales, select, words, kind)
     a, b, c, d = gl.inline_asm_elementwise(
-        word_assembly(kind), "=h,=h,=h,=h,r,r", [words, scales], pack=1, is_pure=True,
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        word_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, scales, less], pack=1, is_pure=True,
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
     )  # fmt: skip
     return gl.reshape(gl.join(gl.join(a, b), gl.join(c, d)), [KEY_TILE, HEAD_DIM // 4, 2, 2])
 
@@ -308,18 +309,25 @@ def _of_pairs(x):
 
 @gluon.jit
 def values_of(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """The same: [KEY_TILE / 2, HEAD_DIM / 4, 2 keys, 2 halves of a word, 2 in a half] bf16."""
+    """The same: [KEY_TILE / 2, HEAD_DIM / 4, 2 keys, 2 halves of a word, 2 in a half] fp16."""
     even, odd = _of_pairs(words)
     of_even, of_odd = _of_pairs(scales)
     even, odd = by_scale(even, GROUPS), by_scale(odd, GROUPS)
     upper = _upper(even, 2, 0, head, G, GROUPS) * 0x22 + _upper(even, 2, 1, head, G, GROUPS) * 0x2200
-    scales = _two_scales(of_even, of_odd, upper + 0x5410, even)
+    scales, less = _two_scales(of_even, of_odd, upper + 0x5410, even, kind)
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [even, odd, scales], pack=1, is_pure=True,
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r", [even, odd, scales, less], pack=1, is_pure=True,
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
     )  # fmt: skip
     x = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h)))
     return gl.reshape(x, [KEY_TILE // 2, HEAD_DIM // 4, 2, 2, 2])
+
+
+@gluon.jit
+def as_half(q):
+    """Queries in fp16, as `load_q` of `gpu/online.py` makes it of bf16."""
+    x = q.to(gl.float32)
+    return gl.where(x > 65504.0, 65504.0, gl.where(x < -65504.0, -65504.0, x)).to(gl.float16)
 
 
 @gluon.jit
@@ -363,7 +371,7 @@ class CodesKernel:
         """
         made_for = (
             pages.kind.value in KINDS
-            and q.dtype == torch.bfloat16
+            and q.dtype in (torch.bfloat16, torch.float16)
             and q.shape[2] == HEAD_DIM.value
             and work.tree_block == self.rows
             and sizes["PDL"]

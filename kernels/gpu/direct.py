@@ -67,7 +67,7 @@ _OUT = gl.constexpr(
 
 @gluon.jit
 def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """[HEAD_DIM, KEY_TILE] bf16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
+    """[HEAD_DIM, KEY_TILE] fp16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
     x = gl.reshape(keys_of(words, scales, head, kind, G, GROUPS), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (1, 4, 2, 3, 0)), [HEAD_DIM, KEY_TILE])
     return gl.convert_layout(x, _RIGHT, assert_trivial=True)
@@ -75,7 +75,7 @@ def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.c
 
 @gluon.jit
 def _values(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """[KEY_TILE, HEAD_DIM] bf16, the columns in the order 0, 4, …, 124, 1, 5, …."""
+    """[KEY_TILE, HEAD_DIM] fp16, the columns in the order 0, 4, …, 124, 1, 5, …."""
     x = gl.permute(values_of(words, scales, head, kind, G, GROUPS), (0, 2, 3, 4, 1))
     return gl.convert_layout(gl.reshape(x, [KEY_TILE, HEAD_DIM]), _RIGHT, assert_trivial=True)
 
@@ -85,7 +85,7 @@ def _weights(kept, s, m):
     """Weights of a tile's keys as a product takes them, what earlier ones are worth beside them, the new maximum."""
     top = gl.maximum(m, gl.max(s, 1))
     finite = gl.where(top == float("-inf"), 0.0, top)
-    kept.store(gl.exp2(s - finite[:, None]).to(gl.bfloat16))
+    kept.store(gl.exp2(s - finite[:, None]).to(gl.float16))
     return kept.load(_LEFT), gl.exp2(m - finite), top
 
 
@@ -109,7 +109,7 @@ def _attend(
     q_kept, p_kept = left
     kept, table_at, num_blocks, to_tile, last, position = right
     GROUPS: gl.constexpr = HEAD_DIM // k_pages.group
-    ones = gl.full([KEY_TILE, 8 * WARPS], 1.0, gl.bfloat16, _RIGHT)
+    ones = gl.full([KEY_TILE, 8 * WARPS], 1.0, gl.float16, _RIGHT)
     none = gl.zeros([ROWS, KEY_TILE], gl.float32, _SUM)
     factor = scale * 1.4426950408889634
     for tile in range(first, end):
@@ -164,8 +164,8 @@ def direct_kernel(
         blocks = blocks_of(table_at, from_tile + (STAGES - 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
         q = load_queries(q_ptr, tile, kv_head, _LEFT, ROWS, H, GROUP)
         left = (
-            gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], _KEPT_LEFT, q),
-            gl.allocate_shared_memory(gl.bfloat16, [ROWS, TILE], _KEPT_LEFT),
+            gl.allocate_shared_memory(gl.float16, [ROWS, D], _KEPT_LEFT, q),
+            gl.allocate_shared_memory(gl.float16, [ROWS, TILE], _KEPT_LEFT),
         )
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _SUM))
         total = gl.zeros([ROWS, 8 * WARPS], gl.float32, _SUM)

@@ -56,7 +56,9 @@ def load_values(pages, row, ok, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: t
             low, high = _from_int4(codes, scale[:, :, None], zero[:, :, None], dtype)
             x = tl.interleave(low, high)
         else:
-            codes = tl.reshape(_load(pages.codes, row, ok, D, BLOCK_D, 0), [M, BLOCK_G, BLOCK_D // BLOCK_G])
+            NOTHING: tl.constexpr = 128 if pages.kind == "int8" else 0
+            codes = _load(pages.codes, row, ok, D, BLOCK_D, NOTHING)
+            codes = tl.reshape(codes, [M, BLOCK_G, BLOCK_D // BLOCK_G])
             scale = _load_scales(pages.scales, row, ok, GROUPS, BLOCK_G)
             x = _from_code(codes, scale[:, :, None], pages.kind, dtype)
         # A sum of one value each. Where the compiler sees that a product's operand was loaded as bytes, it takes the
@@ -75,11 +77,12 @@ def store_values(pages, row, ok, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
         GROUPS: tl.constexpr = D // pages.group
         BLOCK_G: tl.constexpr = BLOCK_D // GROUP
         inside = ok[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-        x = tl.reshape(tl.where(inside, x, 0.0).to(tl.float32), [M, BLOCK_G, GROUP])
+        x = tl.clamp(tl.where(inside, x, 0.0).to(tl.float32), -7168.0, 7168.0)  # MAX_VALUE
+        x = tl.reshape(x, [M, BLOCK_G, GROUP])
         if pages.kind == "int4":
-            zero = _to_scale(tl.min(x, 2))
-            x = x - zero[:, :, None]
-            scale = _to_scale(tl.maximum(tl.max(x, 2), 0.0) * (1.0 / 15.0))
+            zero = tl.min(x, 2).to(tl.float16)
+            x = x - zero.to(tl.float32)[:, :, None]
+            scale = (tl.maximum(tl.max(x, 2), 0.0) * (1.0 / 15.0)).to(tl.float16)
             codes = tl.reshape(_round(_divide(x, scale, 0.0, 15.0)), [M, BLOCK_D // 2, 2])
             low, high = tl.split(codes)
             _store(pages.codes, row, ok, (low + high * 16.0).to(tl.uint8), D // 2, BLOCK_D // 2)
@@ -90,9 +93,12 @@ def store_values(pages, row, ok, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
             tl.static_assert(IS_FLOAT or pages.kind == "int8", "a format without code here")
             FRACTION: tl.constexpr = 4 if pages.kind == "fp8" else 3
             LARGEST: tl.constexpr = (31.0 if FRACTION == 4 else 256.0) if IS_FLOAT else 127.0
-            scale = _to_scale(tl.max(tl.abs(x), 2) * (1.0 / LARGEST))
+            scale = tl.max(tl.abs(x), 2) * (1.0 / LARGEST)
+            if not IS_FLOAT:  # up to a number of seven bits
+                scale = ((scale.to(tl.int32, bitcast=True) + 0x1FFFF) & -0x20000).to(tl.float32, bitcast=True)
+            scale = scale.to(tl.float16)
             x = tl.reshape(_divide(x, scale, -LARGEST, LARGEST), [M, BLOCK_D])
-            codes = _to_float8(x, FRACTION) if IS_FLOAT else _round(x).to(tl.int8).to(tl.uint8, bitcast=True)
+            codes = _to_float8(x, FRACTION) if IS_FLOAT else (_round(x) + 128.0).to(tl.uint8)
             _store(pages.codes, row, ok, codes, D, BLOCK_D)
             _store(pages.scales, row, ok, scale, GROUPS, BLOCK_G)
 
@@ -107,7 +113,7 @@ def _load(ptr, row, ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, other: tl.cons
 
 @triton.jit
 def _load_scales(ptr, row, ok, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Rows of scales: [M, BLOCK_G] bf16. In words, two scales each, since less isn't loaded ahead of its tile."""
+    """Rows of scales: [M, BLOCK_G] fp16. In words, two scales each, since less isn't loaded ahead of its tile."""
     if GROUPS == 1:  # a word is of two rows, and blocks hold an even number
         word = _load(ptr.to(tl.pointer_type(tl.uint32), bitcast=True), (row[0] // 2, row[1] // 2), ok, 1, 1, 0)
         return _low_half(word >> (row[1] % 2 * 16).to(tl.uint32)[:, None])
@@ -120,7 +126,7 @@ def _load_scales(ptr, row, ok, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def _low_half(words):
-    return words.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return words.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -131,16 +137,9 @@ def _store(ptr, row, ok, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _to_scale(x):
-    """The nearest bf16, ties to even, in fp32. By hand, since the interpreter's conversion cuts bits off."""
-    bits = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38).to(tl.int32, bitcast=True)  # MAX_SCALE
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _divide(x, scale, LOWEST: tl.constexpr, LARGEST: tl.constexpr):
     """Values [M, groups, group] by scales [M, groups], within the codes' bounds."""
-    return tl.clamp(tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)[:, :, None]), LOWEST, LARGEST)
+    return tl.clamp(tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale.to(tl.float32))[:, :, None]), LOWEST, LARGEST)
 
 
 @triton.jit
@@ -153,10 +152,10 @@ def _round(x):
 def _from_code(codes, scale, kind: tl.constexpr, dtype: tl.constexpr):
     """Values of codes of eight bits, by scales that broadcast to them."""
     tl.static_assert(kind == "int8" or kind == "fp8" or kind == "fp8_e4m3", "a format without code here")
-    if PACKED and dtype == tl.bfloat16:
+    if PACKED and dtype == tl.float16:
         x = unpack8(codes, tl.broadcast_to(scale, codes.shape), kind)
     elif kind == "int8":
-        x = (_to_float(codes ^ 0x80, 128.0) * scale.to(tl.float32)).to(dtype)
+        x = (_to_float(codes, 128.0) * scale.to(tl.float32)).to(dtype)
     else:
         x = (_from_float8(codes, 4 if kind == "fp8" else 3) * scale.to(tl.float32)).to(dtype)
     return x
@@ -165,7 +164,7 @@ def _from_code(codes, scale, kind: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _from_int4(codes, scale, zero, dtype: tl.constexpr):
     """Values of bytes' lower and upper halves, by scales and zero points that broadcast to them."""
-    if PACKED and dtype == tl.bfloat16:
+    if PACKED and dtype == tl.float16:
         low, high = unpack4(codes, tl.broadcast_to(scale, codes.shape), tl.broadcast_to(zero, codes.shape))
     else:
         scale, zero = scale.to(tl.float32), zero.to(tl.float32)

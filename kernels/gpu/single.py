@@ -57,7 +57,7 @@ _OUT = gl.constexpr(
 
 @gluon.jit
 def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """[HEAD_DIM, KEY_TILE] bf16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
+    """[HEAD_DIM, KEY_TILE] fp16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
     x = gl.reshape(keys_of(words, scales, head, kind, G, GROUPS), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (1, 4, 2, 3, 0)), [HEAD_DIM, KEY_TILE])
     return gl.convert_layout(x, _RIGHT, assert_trivial=True)
@@ -65,7 +65,7 @@ def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.c
 
 @gluon.jit
 def _values(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """[KEY_TILE, HEAD_DIM] bf16, the columns in the order 0, 16, …, 112, 4, 20, …, 124, 1, 17, …."""
+    """[KEY_TILE, HEAD_DIM] fp16, the columns in the order 0, 16, …, 112, 4, 20, …, 124, 1, 17, …."""
     x = gl.reshape(values_of(words, scales, head, kind, G, GROUPS), [KEY_TILE // 2, 8, 4, 2, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 3, 4, 5, 2, 1)), [KEY_TILE, HEAD_DIM])
     return gl.convert_layout(x, _RIGHT, assert_trivial=True)
@@ -90,7 +90,7 @@ def _attend(
     m, total, acc, blocks = state
     k_kept, v_kept, table_at, num_blocks, to_tile, last, position = right
     GROUPS: gl.constexpr = HEAD_DIM // k_pages.group
-    ones = gl.full([KEY_TILE, 8], 1.0, gl.bfloat16, _RIGHT)
+    ones = gl.full([KEY_TILE, 8], 1.0, gl.float16, _RIGHT)
     none = gl.zeros([ROWS, KEY_TILE], gl.float32, _SUM)
     factor = scale * 1.4426950408889634
     for tile in range(first, end):
@@ -104,7 +104,7 @@ def _attend(
             s = gl.where(key[None, :] <= (position - tile * KEY_TILE)[:, None], s, float("-inf"))
         top = gl.maximum(m, gl.max(s, 1))
         finite = gl.where(top == float("-inf"), 0.0, top)
-        p = gl.convert_layout(gl.exp2(s - finite[:, None]).to(gl.bfloat16), _LEFT, assert_trivial=True)
+        p = gl.convert_layout(gl.exp2(s - finite[:, None]).to(gl.float16), _LEFT, assert_trivial=True)
         keep = gl.exp2(m - finite)
         m = top
         async_copy.wait_group(1)

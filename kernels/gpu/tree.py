@@ -70,7 +70,7 @@ def context_kernel(
     if start_of(split, SMALL, NUM, LARGE) <= shared:
         lane = tl.arange(0, BLOCK_M)
         row, head, ok = first + lane // GROUP, kv_head * GROUP + lane % GROUP, lane // GROUP < count
-        q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
+        q = load_q(q_ptr, k_ptr, row, head, ok, H, D, BLOCK_D)
         table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
         from_tile = start_of(split, SMALL, NUM, LARGE)
         if WINDOW > 0:
@@ -165,7 +165,7 @@ def tail_kernel(
     ancestors = tl.load(ancestors_ptr + row_of)
     lane = tl.arange(0, BLOCK_M)
     row, node, head, ok = row_of + lane * 0, node_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
-    q = load_q(q_ptr, row, head, ok, H, D, BLOCK_D)
+    q = load_q(q_ptr, k_ptr, row, head, ok, H, D, BLOCK_D)
     table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
     shared = context // TILE
     k, v, see = _load_path(k_ptr, v_ptr, table_at, shared, position, context, ancestors, kv_head,

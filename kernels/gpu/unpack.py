@@ -1,11 +1,11 @@
-"""Quantized values in bf16, two a register: a code is its scale's multiple, and a packed instruction makes two of them.
+"""Quantized values in fp16, two a register: a code is its scale's multiple, and a packed instruction makes two of them.
 
-A code has eight bits at most and so has a scale, so their product is exact in fp32, and one bf16 multiplication rounds
-it as fp32's product would be rounded. What stands here gives the bits of `kernels/formats.py`, except that a sum with a
-zero point is rounded once, not to fp32 before. Other dtypes, other vendors' GPUs and the interpreter take the way of
-`gpu/pages.py`.
+What stands here gives the bits of `kernels/formats.py`, except that a sum with a zero point is rounded once, not to
+fp32 before. Other dtypes, other vendors' GPUs and the interpreter take the way of `gpu/pages.py`.
 
-A code's bits are put below the exponent of 128 (int8: or 256, where the sign bit is set), which is then taken off.
+A byte below the exponent of 1,024 is 1,024 more than it was: that is taken off again. With a scale of seven bits the
+multiple of it that is to be taken off is a number of fp16, and one instruction does both. A small float's exponent and
+fraction stand as well in fp16, whose bias is larger by 12 (e3m4) or 8 (e4m3).
 
 `word_assembly` and `pairs_assembly` are for `gpu/codes.py`, whose codes come as words of four.
 """
@@ -17,28 +17,22 @@ import triton.language as tl
 PACKED = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 """Whether these instructions are there."""
 
-# $0, $1 become four bf16 values; $2 holds four codes, $3 and $4 the four scales.
+# $0, $1 become four values; $2 holds four codes, $3 and $4 the four scales.
 _INT8 = tl.constexpr("""{
-.reg .b32 a, b, x, y, one, none;
-mov.b32 one, 0x3F803F80;
-mov.b32 none, 0x80008000;
-prmt.b32 a, $2, 0, 0x4140;
-prmt.b32 b, $2, 0, 0x4342;
-lop3.b32 x, a, 0x007F007F, 0x43004300, 0xEA;
-lop3.b32 y, b, 0x007F007F, 0x43004300, 0xEA;
-lop3.b32 a, a, 0x00800080, 0xC300C300, 0xEA;
-lop3.b32 b, b, 0x00800080, 0xC300C300, 0xEA;
-fma.rn.bf16x2 x, x, one, a;
-fma.rn.bf16x2 y, y, one, b;
-fma.rn.bf16x2 $0, x, $3, none;
-fma.rn.bf16x2 $1, y, $4, none;
+.reg .b32 a, b, magic, base;
+mov.b32 magic, 0x64646464;
+mov.b32 base, 0xE480E480;
+prmt.b32 a, $2, magic, 0x4140;
+prmt.b32 b, $2, magic, 0x4342;
+add.rn.f16x2 a, a, base;
+add.rn.f16x2 b, b, base;
+mul.rn.f16x2 $0, a, $3;
+mul.rn.f16x2 $1, b, $4;
 }""")
 
-# The code's exponent and fraction stand as well in bf16, whose bias is larger by 124 (e3m4) or 120 (e4m3).
 _FLOAT8 = """{{
-.reg .b32 a, b, x, y, unit, none;
+.reg .b32 a, b, x, y, unit;
 mov.b32 unit, {unit};
-mov.b32 none, 0x80008000;
 prmt.b32 a, $2, 0, 0x1404;
 prmt.b32 b, $2, 0, 0x3424;
 shr.b32 x, a, {shift};
@@ -47,94 +41,104 @@ and.b32 x, x, {mask};
 and.b32 y, y, {mask};
 lop3.b32 a, a, 0x80008000, x, 0xEA;
 lop3.b32 b, b, 0x80008000, y, 0xEA;
-fma.rn.bf16x2 a, a, unit, none;
-fma.rn.bf16x2 b, b, unit, none;
-fma.rn.bf16x2 $0, a, $3, none;
-fma.rn.bf16x2 $1, b, $4, none;
+mul.rn.f16x2 a, a, unit;
+mul.rn.f16x2 b, b, unit;
+mul.rn.f16x2 $0, a, $3;
+mul.rn.f16x2 $1, b, $4;
 }}"""
-_E3M4 = tl.constexpr(_FLOAT8.format(shift=5, mask="0x03F803F8", unit="0x7D807D80"))
-_E4M3 = tl.constexpr(_FLOAT8.format(shift=4, mask="0x07F007F0", unit="0x7B807B80"))
+_E3M4 = tl.constexpr(_FLOAT8.format(shift=2, mask="0x1FC01FC0", unit="0x6C006C00"))
+_E4M3 = tl.constexpr(_FLOAT8.format(shift=1, mask="0x3F803F80", unit="0x5C005C00"))
 
 # $0, $1 become the values of four bytes' lower halves, $2, $3 of the upper ones; $4 holds the bytes, $5 and $6 the
 # scales, $7 and $8 the zero points.
 _INT4 = tl.constexpr("""{
-.reg .b32 a, b, c, d, one, base;
-mov.b32 one, 0x3F803F80;
-mov.b32 base, 0xC300C300;
+.reg .b32 a, b, c, d, base;
+mov.b32 base, 0xE400E400;
 prmt.b32 a, $4, 0, 0x4140;
 prmt.b32 b, $4, 0, 0x4342;
 shr.b32 c, a, 4;
 shr.b32 d, b, 4;
-lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
-fma.rn.bf16x2 a, a, one, base;
-fma.rn.bf16x2 b, b, one, base;
-fma.rn.bf16x2 c, c, one, base;
-fma.rn.bf16x2 d, d, one, base;
-fma.rn.bf16x2 $0, a, $5, $7;
-fma.rn.bf16x2 $1, b, $6, $8;
-fma.rn.bf16x2 $2, c, $5, $7;
-fma.rn.bf16x2 $3, d, $6, $8;
+lop3.b32 a, a, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 b, b, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 c, c, 0x000F000F, 0x64006400, 0xEA;
+lop3.b32 d, d, 0x000F000F, 0x64006400, 0xEA;
+add.rn.f16x2 a, a, base;
+add.rn.f16x2 b, b, base;
+add.rn.f16x2 c, c, base;
+add.rn.f16x2 d, d, base;
+fma.rn.f16x2 $0, a, $5, $7;
+fma.rn.f16x2 $1, b, $6, $8;
+fma.rn.f16x2 $2, c, $5, $7;
+fma.rn.f16x2 $3, d, $6, $8;
 }""")
 
 
 @triton.jit
 def unpack8(codes, scale, kind: tl.constexpr):
-    """Values of codes of eight bits, uint8, by their scales, bf16 of the codes' shape."""
+    """Values of codes of eight bits, uint8, by their scales, fp16 of the codes' shape."""
     ASM: tl.constexpr = _INT8 if kind == "int8" else _E3M4 if kind == "fp8" else _E4M3
-    return tl.inline_asm_elementwise(ASM, "=r,=r,r,r,r", [codes, scale], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(ASM, "=r,=r,r,r,r", [codes, scale], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
 def unpack4(codes, scale, zero):
-    """Values of bytes' lower and upper halves by their scales and zero points, bf16 of the bytes' shape."""
+    """Values of bytes' lower and upper halves by their scales and zero points, fp16 of the bytes' shape."""
     return tl.inline_asm_elementwise(
-        _INT4, "=r,=r,=r,=r,r,r,r,r,r", [codes, scale, zero], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        _INT4, "=r,=r,=r,=r,r,r,r,r,r", [codes, scale, zero], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
     )
 
 
 @triton.constexpr_function
+def scales_assembly(kind):
+    """PTX: $0 becomes two scales, halves of $2 and $3 that $4 says; $1 what int8 adds to codes times scales."""
+    base = "mov.b32 base, 0xE480E480; mul.rn.f16x2 $1, $0, base;" if kind == "int8" else "mov.b32 $1, $0;"
+    return f"{{.reg .b32 base; prmt.b32 $0, $2, $3, $4; {base}}}"
+
+
+@triton.constexpr_function
 def word_assembly(kind):
-    """PTX: $0 to $3 become the values of a word of codes, $4, by their scale, which $5 holds twice."""
-    body = _values("$4", "$4", [(0, 1), (2, 3)], "$5", kind)
+    """PTX: $0 to $3 become the values of a word of codes, $4, by what `scales_assembly` has made: $5 and $6."""
+    if kind == "int8":
+        body = [_int8("$4", 0x4140, "$0", "$1", "$5", "$6"), _int8("$4", 0x4342, "$2", "$3", "$5", "$6")]
+    else:
+        body = [
+            _float8(kind, "$4", "$4", 0x1100, "$0", "$1", "$5"),
+            _float8(kind, "$4", "$4", 0x3322, "$2", "$3", "$5"),
+        ]
     return "\n".join(["{", _declared(kind), *body, "}"])
 
 
 @triton.constexpr_function
 def pairs_assembly(kind):
-    """PTX: $0, $2, $4 and $6 become the values of a word, $8, those between of $9; $10 holds both scales."""
-    body = _values("$8", "$9", [(0, 4), (1, 5), (2, 6), (3, 7)], "$10", kind)
+    """PTX: $0, $2, $4 and $6 become the values of a word, $8, those between of $9, by $10 and $11."""
+    if kind == "int8":
+        body = ["prmt.b32 x, $8, $9, 0x5140;", _int8("x", 0x4140, "$0", "$1", "$10", "$11")]
+        body += [_int8("x", 0x4342, "$2", "$3", "$10", "$11")]
+        body += ["prmt.b32 x, $8, $9, 0x7362;", _int8("x", 0x4140, "$4", "$5", "$10", "$11")]
+        body += [_int8("x", 0x4342, "$6", "$7", "$10", "$11")]
+    else:
+        body = [_float8(kind, "$8", "$9", 0x4400 + 0x1111 * i, f"${2 * i}", f"${2 * i + 1}", "$10") for i in range(4)]
     return "\n".join(["{", _declared(kind), *body, "}"])
 
 
 @triton.constexpr_function
 def _declared(kind):
-    unit = {"int8": "0x3F803F80", "fp8": "0x7D807D80", "fp8_e4m3": "0x7B807B80"}[kind]
-    return f".reg .b32 a, x, unit, none; mov.b32 unit, {unit}; mov.b32 none, 0x80008000;"
+    if kind == "int8":
+        return ".reg .b32 a, x, magic; mov.b32 magic, 0x64646464;"
+    return f".reg .b32 a, x, unit; mov.b32 unit, {'0x6C006C00' if kind == 'fp8' else '0x5C005C00'};"
 
 
 @triton.constexpr_function
-def _values(first, second, pairs, scales, kind):
-    """$0, $1, … become the values of pairs of bytes of two words, which are counted through; by two scales.
+def _int8(codes, select, low, high, scales, less):
+    """Values of two bytes of a register."""
+    take = f"prmt.b32 a, {codes}, magic, {select:#06x}; fma.rn.f16x2 a, a, {scales}, {less};"
+    return f"{take} mov.b32 {{{low}, {high}}}, a;"
 
-    A code stands in both bytes of its half of a register: int8 takes the bits of the lower one, floats of the upper.
-    """
-    if kind == "int8":
-        decode = ["lop3.b32 x, a, 0x007F007F, 0x43004300, 0xEA;", "lop3.b32 a, a, 0x00800080, 0xC300C300, 0xEA;"]
-        decode += ["fma.rn.bf16x2 a, x, unit, a;"]
-    else:
-        shift, mask = (5, "0x03F803F8") if kind == "fp8" else (4, "0x07F007F0")
-        decode = [f"shr.b32 x, a, {shift};", f"and.b32 x, x, {mask};", "lop3.b32 a, a, 0x80008000, x, 0xEA;"]
-        decode += ["fma.rn.bf16x2 a, a, unit, none;"]
-    lines = []
-    for i, pair in enumerate(pairs):
-        low, high = pair
-        lines += [
-            f"prmt.b32 a, {first}, {second}, 0x{high}{high}{low}{low};",
-            *decode,
-            f"fma.rn.bf16x2 a, a, {scales}, none;",
-        ]
-        lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, a;"]
-    return lines
+
+@triton.constexpr_function
+def _float8(kind, first, second, select, low, high, scales):
+    """Values of two bytes of two words, each of which `select` puts into both halves of its own half."""
+    shift, mask = (2, "0x1FC01FC0") if kind == "fp8" else (1, "0x3F803F80")
+    take = f"prmt.b32 a, {first}, {second}, {select:#06x}; shr.b32 x, a, {shift}; and.b32 x, x, {mask};"
+    take += " lop3.b32 a, a, 0x80008000, x, 0xEA; mul.rn.f16x2 a, a, unit;"
+    return f"{take} mul.rn.f16x2 a, a, {scales}; mov.b32 {{{low}, {high}}}, a;"

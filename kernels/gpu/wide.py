@@ -19,6 +19,7 @@ from specdec.kernels.gpu.codes import (
     KEY_TILE,
     Bases,
     CodesKernel,
+    as_half,
     blocks_of,
     fetch_both,
     keys_of,
@@ -85,7 +86,7 @@ _QUERIES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [WARPS.value, 1], [1, 
 
 @gluon.jit
 def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """[KEY_TILE, HEAD_DIM] bf16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
+    """[KEY_TILE, HEAD_DIM] fp16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
     x = gl.reshape(keys_of(words, scales, head, kind, G, GROUPS), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 1, 4, 2, 3)), [KEY_TILE, HEAD_DIM])
     return gl.convert_layout(x, _LEFT, assert_trivial=True)
@@ -93,7 +94,7 @@ def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.c
 
 @gluon.jit
 def _values(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """[HEAD_DIM, KEY_TILE] bf16, the columns in the order 0, 4, …, 28, 1, …, 29, 32, …, 125, 2, 6, …, 127."""
+    """[HEAD_DIM, KEY_TILE] fp16, the columns in the order 0, 4, …, 28, 1, …, 29, 32, …, 125, 2, 6, …, 127."""
     x = gl.reshape(values_of(words, scales, head, kind, G, GROUPS), [KEY_TILE // 2, WARPS, 8, 2, 2, 2])
     x = gl.reshape(gl.permute(x, (4, 1, 5, 2, 0, 3)), [HEAD_DIM, KEY_TILE])
     return gl.convert_layout(x, _LEFT, assert_trivial=True)
@@ -146,7 +147,7 @@ def _attend(
         finite, of_acc = gl.split(both_kept.load(_BOTH))
         finite = gl.convert_layout(finite, gl.SliceLayout(0, _SUM), assert_trivial=True)
         of_acc = gl.convert_layout(of_acc, gl.SliceLayout(0, _SUM), assert_trivial=True)
-        p_kept.store(gl.exp2(s - finite[None, :]).to(gl.bfloat16))
+        p_kept.store(gl.exp2(s - finite[None, :]).to(gl.float16))
         fence_async_shared()
         words, scales = take_words(kept[1], stage, _VALUES, GROUPS)
         if MASKED:
@@ -191,13 +192,13 @@ def wide_kernel(
         blocks = blocks_of(table_at, from_tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
         rows, ok = query_rows(q_ptr, tile, kv_head, gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES)), H, GROUP)
         d = gl.arange(0, D, gl.SliceLayout(0, _QUERIES))
-        q = gl.load(rows[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+        q = as_half(gl.load(rows[:, None] + d[None, :], mask=ok[:, None], other=0.0))
         q = gl.permute(gl.reshape(q, [ROWS, D // 16, 4, 2, 2]), (0, 1, 3, 2, 4))  # the order of `_keys`
         right = (
-            gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], _KEPT, gl.reshape(q, [ROWS, D])),
-            gl.allocate_shared_memory(gl.bfloat16, [TILE, ROWS], _KEPT),
+            gl.allocate_shared_memory(gl.float16, [ROWS, D], _KEPT, gl.reshape(q, [ROWS, D])),
+            gl.allocate_shared_memory(gl.float16, [TILE, ROWS], _KEPT),
             gl.allocate_shared_memory(
-                gl.bfloat16, [8, TILE], _KEPT, gl.full([8, TILE], 1.0, gl.bfloat16, _QUERIES)
+                gl.float16, [8, TILE], _KEPT, gl.full([8, TILE], 1.0, gl.float16, _QUERIES)
             ).permute((1, 0)),
             gl.allocate_shared_memory(gl.float32, [ROWS, 2], _KEPT_BOTH),
         )
