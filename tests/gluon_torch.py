@@ -7,6 +7,7 @@ What a kernel computes, reads and writes can be tested so; that its layouts fit 
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -159,6 +160,13 @@ class AsyncCopy:
                 to.copy_(value)
 
 
+@dataclass(frozen=True)
+class Awaited:
+    """A product that nobody has waited for."""
+
+    value: Value
+
+
 class Language:
     """What kernels know as `gl`, for one program."""
 
@@ -282,9 +290,16 @@ class Language:
     def mma_v2(self, a: Value, b: Value, acc: Value) -> Value:
         return Value(a.tensor.float() @ b.tensor.float() + acc.tensor)
 
-    def warpgroup_mma(self, a: Value | Shared, b: Shared, acc: Value, *, use_acc: bool = True) -> Value:
+    def warpgroup_mma(
+        self, a: Value | Shared, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False
+    ) -> Any:
         product = a.tensor.float() @ b.tensor.float()
-        return Value(product + acc.tensor if use_acc else product)
+        result = Value(product + acc.tensor if use_acc else product)
+        return Awaited(result) if is_async else result
+
+    def warpgroup_mma_wait(self, num_outstanding: int, deps: Sequence[Any]) -> tuple[Value, ...]:
+        assert num_outstanding == 0
+        return tuple(dep.value if isinstance(dep, Awaited) else dep for dep in deps)
 
 
 def _bits(x: Tensor) -> np.ndarray:
@@ -309,7 +324,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
     for program in itertools.product(*map(range, grid)):
         language = Language(program, grid)
         patched: dict[str, Any] = {"gl": language, "async_copy": AsyncCopy()}
-        patched |= {name: getattr(language, name) for name in ("mma_v2", "warpgroup_mma", "fence_async_shared")}
+        patched |= {name: getattr(language, name) for name in ("mma_v2", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")}
         _within(kernel.fn, patched, {})(*given)
 
 

@@ -56,7 +56,8 @@ def load_values(pages, row, ok, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: t
             low, high = _from_int4(codes, scale[:, :, None], zero[:, :, None], dtype)
             x = tl.interleave(low, high)
         else:
-            NOTHING: tl.constexpr = 128 if pages.kind == "int8" else 0
+            # Of what isn't loaded the scale is 0, but not where the only one is of columns behind D, too.
+            NOTHING: tl.constexpr = 128 if pages.kind == "int8" and GROUPS == 1 and D < BLOCK_D else 0
             codes = _load(pages.codes, row, ok, D, BLOCK_D, NOTHING)
             codes = tl.reshape(codes, [M, BLOCK_G, BLOCK_D // BLOCK_G])
             scale = _load_scales(pages.scales, row, ok, GROUPS, BLOCK_G)

@@ -12,7 +12,7 @@ of the same products in the same sixteens, one after the other.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from specdec.kernels.gpu.codes import (
     HEAD_DIM,
@@ -115,16 +115,19 @@ def _attend(
 ):  # fmt: skip
     """Put tiles behind those before, and start to copy what follows them.
 
+    Codes become values while products run: values of a tile's own words beside its scores, and the next one's keys
+    beside the sums.
+
     Args:
         first, end: which tiles.
         state: maximum [ROWS], sum of weights [ROWS, 8], weighted values [HEAD_DIM, ROWS], the blocks of the tile that
-            is to be copied next, the stage of the first tile, and the one that is free.
+            is to be copied next, the stage of the first tile, and the values of its keys.
         right: the queries, room for a tile's weights, and ones.
         left: the stages, where the table starts, its number of blocks, where the copies end, the last key that any row
             sees, and that of each row.
         MASKED: whether rows may see a part of a tile only.
     """
-    m, total, acc, blocks, stage = state
+    m, total, acc, blocks, stage, keys = state
     q_kept, p_kept, ones, both_kept = right
     kept, table_at, num_blocks, to_tile, last, position = left
     GROUPS: gl.constexpr = HEAD_DIM // k_pages.group
@@ -132,10 +135,16 @@ def _attend(
     factor = scale * 1.4426950408889634
     position = gl.convert_layout(position, gl.SliceLayout(0, _SUM))
     for tile in range(first, end):
-        async_copy.wait_group(STAGES - 1)
-        words, scales = take_words(kept[0], stage, _KEYS, GROUPS)
-        keys = _keys(words, scales, head, k_pages.kind, G, GROUPS)
-        s = warpgroup_mma(keys, q_kept.permute((1, 0)), none, use_acc=False) * factor
+        s = warpgroup_mma(keys, q_kept.permute((1, 0)), none, use_acc=False, is_async=True)
+        words, scales = take_words(kept[1], stage, _VALUES, GROUPS)
+        if MASKED:
+            scales = only_seen(scales, tile, last)
+        values = _values(words, scales, head, v_pages.kind, G, GROUPS)
+        s, keys, values = warpgroup_mma_wait(0, deps=(s, keys, values))
+        some = tile + STAGES < to_tile
+        fetch_both(kept, k_pages, v_pages, head, blocks, stage, some, BLOCK_SIZE, G, WARPS)
+        blocks = blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+        s = s * factor
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _SUM))
             s = gl.where((key + tile * KEY_TILE)[:, None] <= position[None, :], s, float("-inf"))
@@ -149,17 +158,21 @@ def _attend(
         of_acc = gl.convert_layout(of_acc, gl.SliceLayout(0, _SUM), assert_trivial=True)
         p_kept.store(gl.exp2(s - finite[None, :]).to(gl.float16))
         fence_async_shared()
-        words, scales = take_words(kept[1], stage, _VALUES, GROUPS)
-        if MASKED:
-            scales = only_seen(scales, tile, last)
-        values = _values(words, scales, head, v_pages.kind, G, GROUPS)
-        total = warpgroup_mma(p_kept.permute((1, 0)), ones, total * keep[:, None])
-        some = tile + STAGES < to_tile
-        fetch_both(kept, k_pages, v_pages, head, blocks, stage, some, BLOCK_SIZE, G, WARPS)
-        acc = warpgroup_mma(values, p_kept, acc * of_acc[None, :])
-        blocks = blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+        total = warpgroup_mma(p_kept.permute((1, 0)), ones, total * keep[:, None], is_async=True)
+        acc = warpgroup_mma(values, p_kept, acc * of_acc[None, :], is_async=True)
         stage = stage_after(stage, STAGES)
-    return m, total, acc, blocks, stage
+        async_copy.wait_group(STAGES - 1)
+        keys = _next_keys(kept[0], stage, k_pages, head, G)
+        total, acc, values, keys = warpgroup_mma_wait(0, deps=(total, acc, values, keys))
+    return m, total, acc, blocks, stage, keys
+
+
+@gluon.jit
+def _next_keys(kept, stage, pages, head, G: gl.constexpr):
+    """The values of a tile's keys, whose copies have come."""
+    GROUPS: gl.constexpr = HEAD_DIM // pages.group
+    words, scales = take_words(kept, stage, _KEYS, GROUPS)
+    return _keys(words, scales, head, pages.kind, G, GROUPS)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_states"])
@@ -206,12 +219,14 @@ def wide_kernel(
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _TOTAL))
         total = gl.zeros([ROWS, 8], gl.float32, _TOTAL)
         acc = gl.zeros([D, ROWS], gl.float32, _SUM)
-        state = m, total, acc, blocks, from_tile * 0
+        async_copy.wait_group(STAGES - 1)
+        stage = from_tile * 0
+        state = m, total, acc, blocks, stage, _next_keys(kept[0], stage, k_pages, kv_head, G)
         left = kept, table_at, num_blocks, to_tile, last, position
         state = _attend(from_tile, whole, state, right, left, k_pages, v_pages, kv_head, scale, False, G, BLOCK_SIZE)
         rest = gl.maximum(from_tile, whole)
         state = _attend(rest, to_tile, state, right, left, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)
-        m, total, acc, _, _ = state
+        m, total, acc, _, _, _ = state
         async_copy.wait_group(0)
         acc = gl.permute(gl.reshape(acc, [2, WARPS, 2, 8, ROWS]), (1, 3, 0, 2, 4))  # the order of `_values`
         acc = gl.convert_layout(gl.reshape(acc, [D, ROWS]), _OUT)
@@ -220,7 +235,7 @@ def wide_kernel(
         store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
 
 
-WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=168, min_context=4096)
+WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096)
 """With 168 registers three programs run on each multiprocessor. On an H200 255 are as fast; and in short contexts,
 whose splits are two tiles each, the other kernels are as fast or ahead (`benchmarks/results/wide_h200.json`, 1 to 32
 sequences of 1,024 to 131,072 tokens)."""
