@@ -15,9 +15,6 @@ from specdec.errors import ConfigError
 
 SCALE_DTYPE = torch.float16
 """To the codes it makes no difference that scales and zero points were rounded first: they are of what those became."""
-MAX_VALUE = 7168.0
-"""What is stored stops there, infinite values too: within fp16 then are all values, and the scale of an integer code
-times 1,152, which takes off what the code's bits stand on in fp16 (`kernels/gpu/unpack.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +27,8 @@ class KVFormat:
         lowest, largest: a value divided by its scale is between them.
         middle: what is stored for 0.
         scale_bits: significant bits of a scale; with fewer than fp16 has it is rounded up, so that no code is cut off.
+        max_value: what is stored stops there, infinite values too: values are within fp16 then, and so is what their
+            scale is multiplied by on the way (`kernels/gpu/unpack.py`).
         fraction: bits of a float code's fraction, its last ones; before them stand a sign and 7 − fraction bits of
             exponent, biased as IEEE does it, but without infinities. 0: codes are integers.
         zero_point: whether codes count from the group's least value; else from 0.
@@ -44,6 +43,7 @@ class KVFormat:
     largest: float
     middle: int = 0
     scale_bits: int = 11
+    max_value: float = 7168
     fraction: int = 0
     zero_point: bool = False
     spread: bool = False
@@ -104,7 +104,7 @@ class KVFormat:
 FORMATS = {
     f.name: f
     for f in (
-        KVFormat("fp8", 8, -31, 31, fraction=4),
+        KVFormat("fp8", 8, -31, 31, max_value=448, fraction=4),
         KVFormat("fp8_e4m3", 8, -256, 256, fraction=3),
         KVFormat(
             "int8",
@@ -164,7 +164,7 @@ def quantize(x: Tensor, how: KVFormat) -> tuple[Tensor, Tensor]:
     Returns:
         codes [..., code width] uint8 and scales [..., S] fp16, as in `QuantizedPages`.
     """
-    x = _in_groups(x.float().contiguous().clamp(-MAX_VALUE, MAX_VALUE), how)
+    x = _in_groups(x.float().contiguous().clamp(-how.max_value, how.max_value), how)
     zero = x.amin(-1, keepdim=True).to(SCALE_DTYPE) if how.zero_point else None
     if zero is not None:
         x = x - zero.float()

@@ -324,7 +324,10 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
     for program in itertools.product(*map(range, grid)):
         language = Language(program, grid)
         patched: dict[str, Any] = {"gl": language, "async_copy": AsyncCopy()}
-        patched |= {name: getattr(language, name) for name in ("mma_v2", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")}
+        patched |= {
+            name: getattr(language, name)
+            for name in ("mma_v2", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
+        }
         _within(kernel.fn, patched, {})(*given)
 
 

@@ -20,7 +20,7 @@ from specdec.drafters.ngram import NGramDrafter
 from specdec.engine.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.kernels import write
-from specdec.kernels.formats import FORMATS, MAX_VALUE, SCALE_DTYPE, KVFormat, QuantizedPages, load, quantize
+from specdec.kernels.formats import FORMATS, SCALE_DTYPE, KVFormat, QuantizedPages, load, quantize
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.pages import load_values, pointers
 from specdec.kernels.gpu.write import kv_write
@@ -73,8 +73,8 @@ def test_values_are_off_by_at_most_half_a_step(name: str, dim: int, group: int |
     x = values(6, 2, dim).cpu()
     pages = QuantizedPages(*(part[None] for part in quantize(x, how)), how)
     got = load(pages, slice(None), torch.float64)
-    assert float(x.max()) > MAX_VALUE, "some stop there"
-    grouped = x.double().clamp(-MAX_VALUE, MAX_VALUE).unflatten(-1, (-1, how.group))
+    assert float(x.max()) > how.max_value, "some stop there"
+    grouped = x.double().clamp(-how.max_value, how.max_value).unflatten(-1, (-1, how.group))
     span = (grouped.amax(-1) - grouped.amin(-1) if how.zero_point else grouped.abs().amax(-1))[..., None]
     largest = grouped.abs().amax(-1, keepdim=True)
     # Half a step of the code, and what the rounding of scale and zero point adds: a scale has seven bits at least, and

@@ -78,7 +78,8 @@ def store_values(pages, row, ok, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
         GROUPS: tl.constexpr = D // pages.group
         BLOCK_G: tl.constexpr = BLOCK_D // GROUP
         inside = ok[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-        x = tl.clamp(tl.where(inside, x, 0.0).to(tl.float32), -7168.0, 7168.0)  # MAX_VALUE
+        MAX: tl.constexpr = 448.0 if pages.kind == "fp8" else 7168.0
+        x = tl.clamp(tl.where(inside, x, 0.0).to(tl.float32), -MAX, MAX)
         x = tl.reshape(x, [M, BLOCK_G, GROUP])
         if pages.kind == "int4":
             zero = tl.min(x, 2).to(tl.float16)

@@ -5,7 +5,7 @@ fp32 before. Other dtypes, other vendors' GPUs and the interpreter take the way 
 
 A byte below the exponent of 1,024 is 1,024 more than it was: that is taken off again. With a scale of seven bits the
 multiple of it that is to be taken off is a number of fp16, and one instruction does both. A small float's exponent and
-fraction stand as well in fp16, whose bias is larger by 12 (e3m4) or 8 (e4m3).
+fraction stand as well in fp16, whose bias is larger by 12 (e3m4) or 8 (e4m3): the scale makes up for that.
 
 `word_assembly` and `pairs_assembly` are for `gpu/codes.py`, whose codes come as words of four.
 """
@@ -90,9 +90,11 @@ def unpack4(codes, scale, zero):
 
 @triton.constexpr_function
 def scales_assembly(kind):
-    """PTX: $0 becomes two scales, halves of $2 and $3 that $4 says; $1 what int8 adds to codes times scales."""
-    base = "mov.b32 base, 0xE480E480; mul.rn.f16x2 $1, $0, base;" if kind == "int8" else "mov.b32 $1, $0;"
-    return f"{{.reg .b32 base; prmt.b32 $0, $2, $3, $4; {base}}}"
+    """PTX: $0 becomes what codes are multiplied by, of two scales, halves of $2 and $3 that $4 says; $1 what is added."""
+    number = {"int8": "0xE480E480", "fp8": "0x6C006C00", "fp8_e4m3": "0x5C005C00"}[kind]
+    into = "$1, $0" if kind == "int8" else "$0, $0"
+    more = "" if kind == "int8" else "mov.b32 $1, $0;"
+    return f"{{.reg .b32 a; mov.b32 a, {number}; prmt.b32 $0, $2, $3, $4; mul.rn.f16x2 {into}, a; {more}}}"
 
 
 @triton.constexpr_function
@@ -125,7 +127,7 @@ def pairs_assembly(kind):
 def _declared(kind):
     if kind == "int8":
         return ".reg .b32 a, x, magic; mov.b32 magic, 0x64646464;"
-    return f".reg .b32 a, x, unit; mov.b32 unit, {'0x6C006C00' if kind == 'fp8' else '0x5C005C00'};"
+    return ".reg .b32 a, x;"
 
 
 @triton.constexpr_function
@@ -140,5 +142,5 @@ def _float8(kind, first, second, select, low, high, scales):
     """Values of two bytes of two words, each of which `select` puts into both halves of its own half."""
     shift, mask = (2, "0x1FC01FC0") if kind == "fp8" else (1, "0x3F803F80")
     take = f"prmt.b32 a, {first}, {second}, {select:#06x}; shr.b32 x, a, {shift}; and.b32 x, x, {mask};"
-    take += " lop3.b32 a, a, 0x80008000, x, 0xEA; mul.rn.f16x2 a, a, unit;"
+    take += " lop3.b32 a, a, 0x80008000, x, 0xEA;"
     return f"{take} mul.rn.f16x2 a, a, {scales}; mov.b32 {{{low}, {high}}}, a;"

@@ -136,6 +136,7 @@ def _attend(
     position = gl.convert_layout(position, gl.SliceLayout(0, _SUM))
     for tile in range(first, end):
         s = warpgroup_mma(keys, q_kept.permute((1, 0)), none, use_acc=False, is_async=True)
+        following = blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
         words, scales = take_words(kept[1], stage, _VALUES, GROUPS)
         if MASKED:
             scales = only_seen(scales, tile, last)
@@ -143,7 +144,7 @@ def _attend(
         s, keys, values = warpgroup_mma_wait(0, deps=(s, keys, values))
         some = tile + STAGES < to_tile
         fetch_both(kept, k_pages, v_pages, head, blocks, stage, some, BLOCK_SIZE, G, WARPS)
-        blocks = blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+        blocks = following
         s = s * factor
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _SUM))
