@@ -7,8 +7,8 @@
     python benchmarks/kernels_gpu.py wide --json benchmarks/results/wide_h200.json
 
 `products` tries tiles for each shape and number of rows, against cuBLAS; `attention` compares with torch's SDPA on
-gathered keys and values, `formats` quantized pages with native ones, and `direct` and `wide` the two
-kernels that may read them, for few nodes and for more.
+gathered keys and values, `formats` quantized pages with native ones, and `direct` and `wide` the kernels that may read
+them, for few nodes and for more.
 Bandwidths are against a large copy's in the same run.
 """
 
@@ -34,6 +34,7 @@ from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.codes import CodesKernel
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
+from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import AttentionWork, uniform_work
 
@@ -293,11 +294,11 @@ def formats(formats: str, path: str | None) -> None:
     write(path, {"copy_tb_s": round(bandwidth, 3), "rows": rows})
 
 
-NEVER = 1 << 40
-"""A context that nothing is as long as."""
-DIRECT_CASES = [
-    (1, 1024, 4), (1, 4096, 4), (1, 8192, 1), (1, 32768, 1), (1, 32768, 4), (1, 131072, 4), (8, 1024, 1), (8, 8192, 4),
-    (8, 32768, 1), (32, 1024, 1), (32, 8192, 1),
+CODES = {"direct": DIRECT, "single": SINGLE, "wide": WIDE}
+"""The kernels over codes."""
+NARROW_CASES = [
+    (1, 1024, 4), (1, 4096, 4), (1, 8192, 1), (1, 32768, 1), (1, 131072, 4), (2, 32768, 1), (4, 8192, 1), (8, 1024, 1),
+    (8, 8192, 1), (8, 8192, 4), (8, 32768, 1), (16, 4096, 1), (32, 1024, 1), (32, 4096, 1), (32, 8192, 1),
 ]  # fmt: skip
 
 
@@ -306,12 +307,12 @@ DIRECT_CASES = [
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def direct_codes(formats: str, path: str | None) -> None:
     """A captured step's attention whose values go through shared memory, and whose codes go to the tensor cores."""
-    write(path, {"rows": _of_codes(DIRECT_CASES, formats.split(","), "direct", DIRECT, {"us": "work"})})
+    write(path, {"rows": _of_codes(NARROW_CASES, formats.split(","), ("direct", "single"), {"us": "work"})})
 
 
 WIDE_CASES = [
     (32, 8192, 16), (8, 32768, 16), (1, 8192, 16), (1, 32768, 16), (1, 131072, 16), (1, 1024, 16), (1, 2048, 16),
-    (1, 4096, 16), (8, 1024, 16), (8, 2048, 16), (8, 4096, 16), (32, 1024, 16), (32, 2048, 16), (32, 4096, 16),
+    (1, 4096, 16), (8, 2048, 16), (8, 4096, 16), (32, 2048, 16), (32, 4096, 16),
 ]  # fmt: skip
 
 
@@ -321,18 +322,18 @@ WIDE_CASES = [
 def wide_codes(formats: str, path: str | None) -> None:
     """The same of tiles of 64 rows, of chains and of trees."""
     kinds = {"us": "work", "tree_us": "meta"}
-    write(path, {"rows": _of_codes(WIDE_CASES, formats.split(","), "wide", WIDE, kinds)})
+    write(path, {"rows": _of_codes(WIDE_CASES, formats.split(","), ("wide",), kinds)})
 
 
 def _of_codes(
-    cases: Sequence[tuple[int, int, int]], formats: Sequence[str], name: str, way: CodesKernel, kinds: dict[str, str]
+    cases: Sequence[tuple[int, int, int]], formats: Sequence[str], names: Sequence[str], kinds: dict[str, str]
 ) -> list[dict[str, object]]:
-    """Microseconds over native pages and, of each format, without and with a kernel over codes.
+    """Microseconds over native pages and, of each format, without and with each kernel over codes.
 
     Args:
         cases: sequences, contexts, nodes.
         formats: values of kv_cache_dtype.
-        name, way: the kernel.
+        names: of `CODES`.
         kinds: how a time's name ends, and the attribute of a `Case` that is measured.
     """
     rows: list[dict[str, object]] = []
@@ -346,8 +347,8 @@ def _of_codes(
             case = Case(*shape, kv_cache_dtype=kv_cache_dtype)
             row: dict[str, object] = {"kv_cache_dtype": kv_cache_dtype, "sequences": shape[0], "context": shape[1]}
             row |= {"nodes": shape[2], **native}
-            for how, min_context in (("shared", NEVER), (name, 0)):
-                with taken_from(way, min_context):
+            for how in ("shared", *names):
+                with only(CODES.get(how)):
                     row |= measured(case, how)
             click.echo(str(row))
             rows.append(row)
@@ -355,26 +356,28 @@ def _of_codes(
 
 
 @main.command()
-@click.option("--format", "name", default="int8", help="A value of kv_cache_dtype.")
-def launch(name: str) -> None:
-    """Launch the two kernels that `direct` compares once each, over 32 sequences of 8,192 tokens, for a profiler."""
-    case = Case(32, 8192, 1, kv_cache_dtype=name)
+@click.option("--format", "kv_cache_dtype", default="int8", help="A value of kv_cache_dtype.")
+def launch(kv_cache_dtype: str) -> None:
+    """Launch the kernels that `direct` compares once each, over 32 sequences of 8,192 tokens, for a profiler."""
+    case = Case(32, 8192, 1, kv_cache_dtype=kv_cache_dtype)
     page = case.pages[0]
-    for min_context in (NEVER, 0):
-        with taken_from(DIRECT, min_context):
+    for name in ("shared", "direct", "single"):
+        with only(CODES.get(name)):
             tree_attention(case.q, page.k[0], page.v[0], case.work, scale=case.head_dim**-0.5)
     torch.cuda.synchronize()
 
 
 @contextmanager
-def taken_from(way: CodesKernel, min_context: int) -> Iterator[None]:
-    """Let a kernel over codes be taken from another length of a context on."""
-    before = way.min_context
-    way.min_context = min_context
+def only(way: CodesKernel | None) -> Iterator[None]:
+    """Let one of the kernels over codes, or none, be taken for contexts of any length."""
+    before = [(kernel, kernel.min_context, kernel.min_keys) for kernel in CODES.values()]
+    for kernel in CODES.values():
+        kernel.min_context, kernel.min_keys = (0, 0) if kernel is way else (sys.maxsize, 0)
     try:
         yield
     finally:
-        way.min_context = before
+        for kernel, min_context, min_keys in before:
+            kernel.min_context, kernel.min_keys = min_context, min_keys
 
 
 def _attention_row(case: Case, bandwidth: float) -> dict[str, object]:

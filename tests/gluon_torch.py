@@ -36,6 +36,10 @@ class Value:
         return list(self.tensor.shape)
 
     @property
+    def dtype(self) -> str | None:
+        return next((name for name, dtype in _DTYPES.items() if dtype == self.tensor.dtype), None)
+
+    @property
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=None)
 

@@ -19,8 +19,8 @@ from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.launch import overlap
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, key_tile, num_splits
 from specdec.kernels.gpu.pages import PagePointers, pointers
-from specdec.kernels.gpu.tree import context_kernel, tail_kernel
 from specdec.kernels.gpu.single import SINGLE
+from specdec.kernels.gpu.tree import context_kernel, tail_kernel
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 

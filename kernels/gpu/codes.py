@@ -1,4 +1,4 @@
-"""Tiles of codes in shared memory, as `gpu/direct.py` and `gpu/wide.py` read quantized pages. In Gluon.
+"""Tiles of codes in shared memory: how quantized pages are read by kernels that keep no values there. In Gluon.
 
 Codes are copied as words of four, and scales as words of two, a tile's to one of several stages; a thread takes from
 there what it hands to the tensor cores.
@@ -85,28 +85,6 @@ def along_dim(x, dim: gl.constexpr):
 
 
 @gluon.jit
-def seen(sequence, first_row, lane, ok, reads, GROUP: gl.constexpr, CHAINS: gl.constexpr):
-    """The last key that each row of a tile of nodes sees, and any; the end of tiles, and of those that all rows see.
-
-    Of trees, whose own keys aren't read here, all rows see the same tiles.
-    """
-    context_ptr, positions_ptr, ancestors_ptr = reads
-    if CHAINS:
-        row = first_row + lane // GROUP
-        position = gl.load(positions_ptr + row, mask=ok, other=0).to(gl.int32)
-        position = gl.where(gl.load(ancestors_ptr + row, mask=ok, other=0) != 0, position, -1)  # padding sees nothing
-        last = gl.max(position, 0)
-        end = (last + KEY_TILE) // KEY_TILE
-        whole = (gl.min(gl.where(position < 0, last, position), 0) + 1) // KEY_TILE
-    else:
-        position = lane  # unused
-        last = gl.load(context_ptr + sequence).to(gl.int32) - 1
-        whole = (last + 1) // KEY_TILE
-        end = whole
-    return position, last, end, whole
-
-
-@gluon.jit
 def program_of(tiles_ptr, PDL: gl.constexpr):
     """What a program is for: a tile's sequence, first row, number of rows and first node; the key head; the split.
 
@@ -159,7 +137,7 @@ def query_rows(q_ptr, tile, head, lane, H: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def load_queries(q_ptr, tile, head, layout: gl.constexpr, ROWS: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
-    """Queries as the left operand of products with keys in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
+    """Queries as left operand for keys in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen values: fp16."""
     rows, ok = query_rows(q_ptr, tile, head, gl.arange(0, ROWS, gl.SliceLayout(1, layout)), H, GROUP)
     k = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     of_key = k // 16 * 16 + k % 8 // 2 * 4 + k // 8 % 2 * 2 + k % 2
@@ -326,8 +304,12 @@ def values_of(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: 
 @gluon.jit
 def as_half(q):
     """Queries in fp16, as `load_q` of `gpu/online.py` makes it of bf16."""
-    x = q.to(gl.float32)
-    return gl.where(x > 65504.0, 65504.0, gl.where(x < -65504.0, -65504.0, x)).to(gl.float16)
+    if q.dtype == gl.float16:
+        half = q
+    else:
+        x = q.to(gl.float32)
+        half = gl.where(x > 65504.0, 65504.0, gl.where(x < -65504.0, -65504.0, x)).to(gl.float16)
+    return half
 
 
 @gluon.jit

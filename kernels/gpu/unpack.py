@@ -90,11 +90,15 @@ def unpack4(codes, scale, zero):
 
 @triton.constexpr_function
 def scales_assembly(kind):
-    """PTX: $0 becomes what codes are multiplied by, of two scales, halves of $2 and $3 that $4 says; $1 what is added."""
-    number = {"int8": "0xE480E480", "fp8": "0x6C006C00", "fp8_e4m3": "0x5C005C00"}[kind]
-    into = "$1, $0" if kind == "int8" else "$0, $0"
-    more = "" if kind == "int8" else "mov.b32 $1, $0;"
-    return f"{{.reg .b32 a; mov.b32 a, {number}; prmt.b32 $0, $2, $3, $4; mul.rn.f16x2 {into}, a; {more}}}"
+    """PTX: $0 and $1 become what two codes are multiplied by and what is added then; for int8 alone is $1 of use.
+
+    Their scales are halves of $2 and $3, which $4 says.
+    """
+    take = ".reg .b32 a; prmt.b32 $0, $2, $3, $4;"
+    if kind == "int8":
+        return f"{{{take} mov.b32 a, 0xE480E480; mul.rn.f16x2 $1, $0, a;}}"
+    unit = "0x6C006C00" if kind == "fp8" else "0x5C005C00"
+    return f"{{{take} mov.b32 a, {unit}; mul.rn.f16x2 $0, $0, a; mov.b32 $1, $0;}}"
 
 
 @triton.constexpr_function
