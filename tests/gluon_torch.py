@@ -226,7 +226,7 @@ class Language:
         return Shared(torch.full(list(shape), torch.nan, dtype=_DTYPES[dtype]))
 
     def full(self, shape: Sequence[int], value: float, dtype: str, layout: Any) -> Value:
-        return Value(torch.full(list(shape), value, dtype=_DTYPES[dtype]))
+        return Value(torch.full(list(shape), value, dtype=torch.int64 if dtype == _WORD else _DTYPES[dtype]))
 
     def zeros(self, shape: Sequence[int], dtype: str, layout: Any) -> Value:
         return self.full(shape, 0, dtype, layout)
@@ -281,13 +281,15 @@ class Language:
         assembly: str,
         constraints: str,
         args: Sequence[Value],
-        dtype: Sequence[str],
+        dtype: str | Sequence[str],
         is_pure: bool,
         pack: int,
     ) -> Any:
         assert pack == 1
         out = ptx.run(assembly, constraints, [_bits(arg.tensor) for arg in args])
         shape = args[0].tensor.shape
+        if isinstance(dtype, str):
+            return Value(torch.from_numpy(out[0]).view(shape))
         as_said = {"int32": lambda x: x, "float16": lambda x: x.astype(np.uint16).view(np.float16)}
         return [Value(torch.from_numpy(as_said[kind](x)).view(shape)) for kind, x in zip(dtype, out, strict=True)]
 

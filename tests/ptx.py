@@ -76,6 +76,7 @@ _RUN: dict[str, Callable[..., Words]] = {
     "lop3.b32": _lop3,
     "and.b32": lambda a, b: a & b,
     "shr.b32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
     "fma.rn.f16x2": _fma,
     "mul.rn.f16x2": lambda a, b: _fma(a, b, _NOTHING),
     "add.rn.f16x2": lambda a, b: _fma(a, _ONE, b),

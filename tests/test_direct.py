@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.formats import FORMATS, SCALE_DTYPE, QuantizedPages, dequantize, load, quantize, store
+from specdec.kernels.formats import FORMATS, SCALE_DTYPE, KVFormat, QuantizedPages, dequantize, load, quantize, store
 from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE, CodesKernel
 from specdec.kernels.gpu.direct import DIRECT
@@ -33,6 +33,9 @@ NARROW = [
     ("fp8_e4m3", None, 64, 3, 3),
     ("int8", 128, 16, 1, 4),
     ("int8", 8, 16, 3, 4),
+    ("int4", 64, 16, 2, 3),
+    ("int4", 128, 32, 1, 4),
+    ("int4", 32, 64, 3, 4),
 ]
 WIDER = [
     ("int8", 64, 16, 2, 16),
@@ -40,6 +43,9 @@ WIDER = [
     ("fp8_e4m3", None, 64, 3, 13),
     ("int8", 128, 16, 1, 16),
     ("int8", 8, 16, 3, 9),
+    ("int4", 64, 16, 2, 16),
+    ("int4", 128, 32, 1, 13),
+    ("int4", 32, 64, 3, 16),
 ]
 """Format, group size, block size, key heads, nodes."""
 CASES = [(name, *shape) for name in WAYS for shape in (WIDER if name == "wide" else NARROW)]
@@ -231,31 +237,57 @@ def of_shared_memory(ttgir: str) -> tuple[set[str], set[str], set[tuple[str, str
     return loaded, stored, set(used)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_e4m3", "int4"])
 def test_assembly_gives_the_values_of_the_format(kind: str) -> None:
-    how = FORMATS[kind].of_head_dim(8)
+    """Of a word's codes, by either half of a word of scales; a sum with a zero point is rounded once."""
+    how = FORMATS[kind].of_head_dim(128)
     codes = torch.arange(256, dtype=torch.uint8)
     if kind == "fp8_e4m3":
         codes = codes[(codes & 0x7F) != 0x7F]  # not numbers, and never stored
-    codes = codes[: len(codes) // 8 * 8].view(-1, 8)
-    for scale in (0.0, 1.0, 0.0123, 3e-7, 55.5, 2e-5):
-        scales = quantize(torch.full((len(codes), 8), scale * how.largest), how)[1]
-        others = quantize(torch.full((len(codes), 8), 0.7 * how.largest), how)[1]
-        want, other = (dequantize(codes, which, how, torch.float16).view(-1, 4) for which in (scales, others))
-        words = codes.view(torch.int32).flatten().long().numpy() & 0xFFFFFFFF
-        bits, more = (
-            x.view(torch.int16).flatten().long().repeat_interleave(2).numpy() & 0xFFFF for x in (scales, others)
-        )
+    codes = codes[: len(codes) // 4 * 4].view(-1, 4)
+    words = codes.view(torch.int32).flatten().long().numpy() & 0xFFFFFFFF
+    values = _codes(codes, kind)  # [words, 4 or 8]
+    for size, offset in (0.0, 0.0), (127.0, -1.0), (1.56, 0.3), (4e-5, 2e-5), (7100.0, -3000.0), (2e-3, 900.0):
+        (scale, zero), (other, more) = (_scales(how, *x) for x in ((size, offset), (0.7, -5.0)))
+        want, second = ((values * s.double() + z.double()).half() for s, z in ((scale, zero), (other, more)))
+        of_word = [0, 4, 1, 5] if kind == "int4" else [0, 1, 2, 3] if kind == "int8" else [0, 2, 1, 3]
         for upper in (0, 1):
-            two = more | bits << 16 if upper else bits | more << 16
-            twice = ptx.run(scales_assembly(kind), "=r,=r,r,r,r", [two, two, np.int64(0x3232 if upper else 0x1010)])
-            row = ptx.run(word_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, *twice])
-            assert torch.equal(as_values(row), want), "a word of one row"
-            inputs = [two, more, np.int64(0x5432 if upper else 0x5410)]
-            both = ptx.run(scales_assembly(kind), "=r,=r,r,r,r", inputs)
-            pairs = ptx.run(pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r", [words, np.roll(words, 5), *both])
-            assert torch.equal(as_values(pairs[::2]), want), "the first of two rows"
-            assert torch.equal(as_values(pairs[1::2]), other.roll(5, 0)), "the second"
+            factors = _factors(kind, (scale, zero), (scale, zero), (other, more), upper)
+            row = ptx.run(word_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, *factors])
+            assert torch.equal(as_values(row), want[:, of_word]), "a word of one row"
+            factors = _factors(kind, (scale, zero), (other, more), (other, zero), upper)
+            inputs = [words, np.roll(words, 5)]
+            if kind == "int4":  # four codes of each are taken together before
+                inputs = [inputs[0] & 0xFFFF | (inputs[1] & 0xFFFF) << 16, inputs[1]]
+            pairs = ptx.run(pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r", [*inputs, *factors])
+            assert torch.equal(as_values(pairs[::2]), want[:, :4]), "the first of two rows"
+            assert torch.equal(as_values(pairs[1::2]), second[:, :4].roll(5, 0)), "the second"
+
+
+def _codes(codes: Tensor, kind: str) -> Tensor:
+    """What words of codes are before they are scaled: float64."""
+    how = replace(FORMATS[kind], group=8 if kind == "int4" else 4, zero_point=False)
+    return dequantize(codes, torch.ones(len(codes), 1, dtype=SCALE_DTYPE), how, torch.float64)
+
+
+def _scales(how: KVFormat, size: float, offset: float) -> tuple[Tensor, Tensor]:
+    """A scale, and a zero point or 0."""
+    x = torch.full((1, how.group), size)
+    x[0, 0] = offset
+    scales = quantize(x, how)[1][0]
+    return scales[0], scales[-1] if how.zero_point else torch.zeros(())
+
+
+def _factors(
+    kind: str, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], beside: tuple[Tensor, Tensor], upper: int
+) -> list[Any]:
+    """What the assembly makes of two rows' scales and zero points, which stand in words with others."""
+    select, found = np.int64(0x7632 if upper else 0x5410), []
+    for i in range(2 if kind == "int4" else 1):
+        bits, more, other = (int(x[i].half().view(torch.int16)) & 0xFFFF for x in (first, second, beside))
+        words = [np.int64(other | x << 16 if upper else x | other << 16) for x in (bits, more)]
+        found.append(ptx.run(scales_assembly(kind), "=r,=r,r,r,r", [*words, select]))
+    return [found[0][0], found[-1][0] if kind == "int4" else found[0][1]]
 
 
 def as_values(outputs: Any) -> Tensor:

@@ -30,6 +30,8 @@ MERGED_ROWS = 16
 MERGED_COLUMNS = 32
 """Columns of a head that a program merges where splits are merged by a kernel of their own: many small programs wait
 for their loads at once."""
+MERGED_AT_ONCE = 128
+"""Rows up to which sixteen of a program's loads are under way, not eight."""
 
 MAX_REGISTERS = {16: 128, 64: 168}
 """By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
@@ -173,7 +175,7 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
         merge_kernel[(num_rows, call.num_kv_heads, triton.cdiv(head_dim, columns))](
             call.out, *state, work.positions, work.ancestors, num_rows,
             BLOCK_M=triton.next_power_of_2(call.q.shape[1] // call.num_kv_heads),
-            num_warps=1, **call.sizes | {"BLOCK_D": columns},
+            FOURS=4 if num_rows <= MERGED_AT_ONCE else 2, num_warps=1, **call.sizes | {"BLOCK_D": columns},
         )  # fmt: skip
 
 

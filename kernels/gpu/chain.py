@@ -127,6 +127,7 @@ def merge_kernel(
     SMALL: tl.constexpr,
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
+    FOURS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All splits of BLOCK_D columns of one node.
@@ -143,6 +144,6 @@ def merge_kernel(
         count = 0
     wait_for_inputs(PDL)
     _, total, acc = merge_splits(
-        m_ptr, total_ptr, acc_ptr + first, 0, count, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D, WIDE=True
+        m_ptr, total_ptr, acc_ptr + first, 0, count, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D, FOURS
     )
     store_out(out_ptr + first, row, head, ok, total, acc, H, D, BLOCK_D)

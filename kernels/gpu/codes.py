@@ -21,17 +21,15 @@ from specdec.kernels.work import AttentionWork
 
 HEAD_DIM, KEY_TILE = gl.constexpr(128), gl.constexpr(64)
 """The size of a head and keys of a tile that the layouts are made for."""
-KINDS = ("int8", "fp8", "fp8_e4m3")
+KINDS = ("int8", "fp8", "fp8_e4m3", "int4")
 """Formats whose codes they read."""
 
 Bases = list[list[int]]
 """Where the first, the second, the fourth, … element of a layout's registers, lanes or warps is."""
 
 _SHAPE = gl.constexpr([KEY_TILE.value, HEAD_DIM.value // 4])
-"""A tile's words of four codes."""
+"""Fours of a tile's values: words of codes of eight bits, halves of words of four bits."""
 
-_KEPT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-"""Sixteen bytes of eight rows in a place of their own each: what lanes read at once never shares a bank."""
 _KEPT_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -41,9 +39,46 @@ def words_layout(registers: Bases, lanes: Bases, warps: Bases) -> gl.Distributed
 
 
 @gluon.constexpr_function
-def codes_layout(warps):
+def code_words(kind):
+    """Words of codes that a row has."""
+    return HEAD_DIM.value // (8 if kind == "int4" else 4)
+
+
+@gluon.constexpr_function
+def row_scale_words(kind, groups):
+    """Words of two scales, or zero points, that a row has; one that two rows share counts for both."""
+    return groups if kind == "int4" else max(1, groups // 2)
+
+
+@gluon.constexpr_function
+def scale_words(groups):
+    """Words of scales alone that a row has, or that its scale stands in."""
+    return max(1, groups // 2)
+
+
+@gluon.constexpr_function
+def scales_of_word(groups):
+    """How many of a word's two scales are a row's own."""
+    return min(2, groups)
+
+
+@gluon.constexpr_function
+def sharers(kind, groups):
+    """Rows that share a word of scales: two where each has one scale and nothing else."""
+    return 2 if groups == 1 and kind != "int4" else 1
+
+
+@gluon.constexpr_function
+def kept_layout(words):
+    """How rows of so many words are kept: sixteen bytes of eight rows never share a bank."""
+    rows = 32 // words  # in all banks
+    return gl.SwizzledSharedLayout(4, rows, 8 // rows, [1, 0])
+
+
+@gluon.constexpr_function
+def codes_layout(words, warps):
     """The layout in which a tile's words are copied, [blocks, rows, words]: sixteen bytes a thread."""
-    return gl.BlockedLayout([1, 1, 4], [1, 4, 8], [1, warps, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 4], [1, 128 // words, words // 4], [1, warps, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -53,18 +88,6 @@ def scales_layout(words, block_size, warps):
     lanes = words // size
     rows = min(block_size, 32 // lanes)
     return gl.BlockedLayout([1, 1, size], [32 // lanes // rows, rows, lanes], [warps, 1, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def scale_words(groups):
-    """Words of two scales that a row has, or that it stands in."""
-    return max(1, groups // 2)
-
-
-@gluon.constexpr_function
-def scales_of_word(groups):
-    """How many of a word's two scales are a row's own."""
-    return min(2, groups)
 
 
 @gluon.constexpr_function
@@ -136,11 +159,20 @@ def query_rows(q_ptr, tile, head, lane, H: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(q_ptr, tile, head, layout: gl.constexpr, ROWS: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
-    """Queries as left operand for keys in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen values: fp16."""
+def load_queries(
+    q_ptr, tile, head, kind: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr, H: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """Queries as left operand for keys in the order of `keys_of`: [ROWS, HEAD_DIM] fp16."""
     rows, ok = query_rows(q_ptr, tile, head, gl.arange(0, ROWS, gl.SliceLayout(1, layout)), H, GROUP)
     k = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
-    of_key = k // 16 * 16 + k % 8 // 2 * 4 + k // 8 % 2 * 2 + k % 2
+    half, four, inside = k // 8 % 2, k // 2 % 4, k % 2
+    if kind == "int4":
+        of_key = k // 16 * 16 + four // 2 * 8 + inside * 4 + four % 2 * 2 + half
+    elif kind == "int8":
+        of_key = k // 16 * 16 + four * 4 + half * 2 + inside
+    else:
+        of_key = k // 16 * 16 + four * 4 + inside * 2 + half
     return as_half(gl.load(rows[:, None] + of_key[None, :], mask=ok[:, None], other=0.0))
 
 
@@ -159,10 +191,12 @@ def store_state(states, tile, head, split, num_states, m, total, acc, H: gl.cons
 
 
 @gluon.jit
-def room(STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def room(STAGES: gl.constexpr, pages):
     """Shared memory for the words of a few tiles, and for those with their scales."""
-    codes = gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, HEAD_DIM // 4], _KEPT)
-    return codes, gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, scale_words(GROUPS)], _KEPT_SCALES)
+    WORDS: gl.constexpr = code_words(pages.kind)
+    SCALES: gl.constexpr = row_scale_words(pages.kind, HEAD_DIM // pages.group)
+    codes = gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, WORDS], kept_layout(WORDS))
+    return codes, gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, SCALES], _KEPT_SCALES)
 
 
 @gluon.jit
@@ -180,11 +214,11 @@ def blocks_in(table_at, tile, num_blocks, layout: gl.constexpr, BLOCK_SIZE: gl.c
 
 
 @gluon.jit
-def blocks_of(table_at, tile, num_blocks, BLOCK_SIZE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr):
+def blocks_of(table_at, tile, num_blocks, pages, BLOCK_SIZE: gl.constexpr, WARPS: gl.constexpr):
     """The blocks of a tile, as the copies of codes want them and as those of scales do."""
-    SCALES: gl.constexpr = scales_layout(scale_words(GROUPS), BLOCK_SIZE, WARPS)
-    codes = blocks_in(table_at, tile, num_blocks, codes_layout(WARPS), BLOCK_SIZE)
-    return codes, blocks_in(table_at, tile, num_blocks, SCALES, BLOCK_SIZE)
+    W: gl.constexpr = row_scale_words(pages.kind, HEAD_DIM // pages.group)
+    codes = blocks_in(table_at, tile, num_blocks, codes_layout(code_words(pages.kind), WARPS), BLOCK_SIZE)
+    return codes, blocks_in(table_at, tile, num_blocks, scales_layout(W, BLOCK_SIZE, WARPS), BLOCK_SIZE)
 
 
 @gluon.jit
@@ -202,13 +236,14 @@ def copy_words(to, ptr, blocks, head, some, layout: gl.constexpr, BLOCK_SIZE: gl
 def fetch_tile(kept, pages, head, blocks, stage, some, BLOCK_SIZE: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr):
     """Start to copy a tile's codes and scales to a stage."""
     GROUPS: gl.constexpr = HEAD_DIM // pages.group
-    W: gl.constexpr = scale_words(GROUPS)
+    WORDS: gl.constexpr = code_words(pages.kind)
+    W: gl.constexpr = row_scale_words(pages.kind, GROUPS)
+    SHARED: gl.constexpr = sharers(pages.kind, GROUPS)
     codes = pages.codes.to(gl.pointer_type(gl.uint32), bitcast=True)
     scales = pages.scales.to(gl.pointer_type(gl.uint32), bitcast=True)
-    OF_CODES: gl.constexpr = codes_layout(WARPS)
+    OF_CODES: gl.constexpr = codes_layout(WORDS, WARPS)
     OF_SCALES: gl.constexpr = scales_layout(W, BLOCK_SIZE, WARPS)
-    SHARED: gl.constexpr = 3 - scales_of_word(GROUPS)  # a word is of two rows if each has one scale
-    copy_words(kept[0].index(stage), codes, blocks[0], head, some, OF_CODES, BLOCK_SIZE, G, HEAD_DIM // 4, 1)
+    copy_words(kept[0].index(stage), codes, blocks[0], head, some, OF_CODES, BLOCK_SIZE, G, WORDS, 1)
     copy_words(kept[1].index(stage), scales, blocks[1], head, some, OF_SCALES, BLOCK_SIZE, G, W, SHARED)
 
 
@@ -223,57 +258,108 @@ def fetch_both(
 
 
 @gluon.jit
-def by_scale(words, GROUPS: gl.constexpr):
-    """Words [M, HEAD_DIM / 4] by the word of scales and the half of it that they go with: [M, W, halves, PER]."""
-    W: gl.constexpr = scale_words(GROUPS)
-    HALVES: gl.constexpr = scales_of_word(GROUPS)
-    return gl.reshape(words, [words.shape[0], W, HALVES, HEAD_DIM // 4 // W // HALVES])
+def by_scale(fours, pages):
+    """Fours [M, HEAD_DIM / 4] by the word of scales and the half of it that they go with: [M, W, halves, PER]."""
+    W: gl.constexpr = scale_words(HEAD_DIM // pages.group)
+    HALVES: gl.constexpr = scales_of_word(HEAD_DIM // pages.group)
+    return gl.reshape(fours, [fours.shape[0], W, HALVES, HEAD_DIM // 4 // W // HALVES])
 
 
 @gluon.jit
-def take_words(kept, stage, layout: gl.constexpr, GROUPS: gl.constexpr):
-    """A tile's words [KEY_TILE, HEAD_DIM / 4] and words of scales [KEY_TILE, W], where the thread has both."""
-    words = kept[0].index(stage).load(layout)
-    OF: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, by_scale(words, GROUPS).type.layout))
-    return words, kept[1].index(stage).load(OF)
+def take_words(kept, stage, layout: gl.constexpr, pages):
+    """What a thread has of a tile: the words that its fours stand in, and those of their scales and zero points.
+
+    Returns:
+        [KEY_TILE, HEAD_DIM / 4] words, and two times [KEY_TILE, W], the same where there are no zero points.
+    """
+    if pages.kind == "int4":
+        fours = gl.full([KEY_TILE, HEAD_DIM // 4], 0, gl.uint32, layout)
+        pairs = gl.reshape(fours, [KEY_TILE, HEAD_DIM // 8, 2])
+        words = kept[0].index(stage).load(gl.SliceLayout(2, pairs.type.layout))
+        words, _ = gl.broadcast(gl.expand_dims(words, 2), pairs)
+        words = gl.convert_layout(gl.reshape(words, [KEY_TILE, HEAD_DIM // 4]), layout, assert_trivial=True)
+    else:
+        words = kept[0].index(stage).load(layout)
+    GROUPS: gl.constexpr = HEAD_DIM // pages.group
+    grouped = by_scale(words, pages)
+    OF: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, grouped.type.layout))
+    if pages.kind == "int4" and GROUPS > 1:
+        BOTH: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.join(grouped, grouped).type.layout))
+        both = kept[1].index(stage).reshape([KEY_TILE, 2, GROUPS // 2]).permute((0, 2, 1)).load(BOTH)
+        scales, zeros = gl.split(both)
+        scales = gl.convert_layout(scales, OF, assert_trivial=True)
+        zeros = gl.convert_layout(zeros, OF, assert_trivial=True)
+    else:
+        scales = kept[1].index(stage).load(OF)
+        zeros = scales
+    return words, (scales, zeros)
 
 
 @gluon.jit
-def _upper(words, every: gl.constexpr, offset: gl.constexpr, head, G: gl.constexpr, GROUPS: gl.constexpr):
-    """Whether a scale is the upper half of its word, 0 or 1: of `every` key from `offset` on, by `by_scale`'s words."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(3, words.type.layout)
+def _upper(grouped, every: gl.constexpr, offset: gl.constexpr, head, pages, G: gl.constexpr):
+    """Whether a scale is the upper half of its word, 0 or 1: of `every` key from `offset` on."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, grouped.type.layout)
+    GROUPS: gl.constexpr = HEAD_DIM // pages.group
     if GROUPS == 1:
-        key = along_dim(gl.arange(0, words.shape[0], only_dim(0, LAYOUT)), 0) * every + offset
-        upper = (key * G + head) % 2
+        key = along_dim(gl.arange(0, grouped.shape[0], only_dim(0, LAYOUT)), 0) * every + offset
+        upper = (key * G + head) % sharers(pages.kind, GROUPS)
     else:
         upper = along_dim(gl.arange(0, 2, only_dim(2, LAYOUT)), 2)
     return upper
 
 
 @gluon.jit
-def _two_scales(first, second, select, words, kind: gl.constexpr):
-    """Halves of two words as `select` says, and what goes with them, beside each of the words that they are of."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(3, words.type.layout)
+def _beside(first, second, select, grouped, assembly: gl.constexpr):
+    """Halves of two words as `select` says, and what else `assembly` makes of them, beside each four they are of."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, grouped.type.layout)
     first = gl.convert_layout(gl.expand_dims(first, 2), LAYOUT, assert_trivial=True)
     second = gl.convert_layout(gl.expand_dims(second, 2), LAYOUT, assert_trivial=True)
     first, select = gl.broadcast(first, select)
     second, select = gl.broadcast(second, select)
-    scales, less = gl.inline_asm_elementwise(
-        scales_assembly(kind), "=r,=r,r,r,r", [first, second, select], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    one, other = gl.inline_asm_elementwise(
+        assembly, "=r,=r,r,r,r", [first, second, select], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    scales, _ = gl.broadcast(gl.expand_dims(scales, 3), words)
-    less, _ = gl.broadcast(gl.expand_dims(less, 3), words)
+    one, _ = gl.broadcast(gl.expand_dims(one, 3), grouped)
+    other, _ = gl.broadcast(gl.expand_dims(other, 3), grouped)
+    return one, other
+
+
+@gluon.jit
+def _factors(first, second, select, grouped, pages):
+    """What codes are multiplied by and what is added then, of words of scales and zero points, beside each four."""
+    scales, less = _beside(first[0], second[0], select, grouped, scales_assembly(pages.kind))
+    if pages.kind == "int4":
+        if pages.group == HEAD_DIM:  # a zero point stands beside its scale
+            select = select + 0x2222
+        less, _ = _beside(first[1], second[1], select, grouped, scales_assembly(pages.kind))
     return scales, less
 
 
 @gluon.jit
-def keys_of(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """Values of a tile's words: [KEY_TILE, HEAD_DIM / 4, 2 in a half, 2 halves of a word] fp16."""
-    words = by_scale(words, GROUPS)
-    select = _upper(words, 1, 0, head, G, GROUPS) * 0x2222 + 0x1010
-    scales, less = _two_scales(scales, scales, select, words, kind)
+def _odd(grouped):
+    """Whether a four is the second one of two, 0 or 1: of the shape of `by_scale`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, grouped.type.layout)))
+    odd = gl.arange(0, grouped.shape[3], LAYOUT) % 2
+    odd, _ = gl.broadcast(gl.expand_dims(gl.expand_dims(gl.expand_dims(odd, 0), 1), 2), grouped)
+    return odd
+
+
+@gluon.jit
+def keys_of(words, scales, head, pages, G: gl.constexpr):
+    """Values of a tile's fours: [KEY_TILE, HEAD_DIM / 4, 2, 2] fp16.
+
+    They are 0, 1; 2, 3 in the order of the last dimension, floats 0, 2; 1, 3. Those of int4 are of eight: 0, 4; 1, 5,
+    and of the second four of two 2, 6; 3, 7.
+    """
+    grouped = by_scale(words, pages)
+    select = _upper(grouped, 1, 0, head, pages, G) * 0x2222 + 0x1010
+    scales, less = _factors(scales, scales, select, grouped, pages)
+    if pages.kind == "int4":
+        grouped = gl.inline_asm_elementwise(
+            "shr.b32 $0, $1, $2;", "=r,r,r", [grouped, _odd(grouped) * 8], dtype=gl.int32, is_pure=True, pack=1
+        )
     a, b, c, d = gl.inline_asm_elementwise(
-        word_assembly(kind), "=h,=h,=h,=h,r,r,r", [words, scales, less], pack=1, is_pure=True,
+        word_assembly(pages.kind), "=h,=h,=h,=h,r,r,r", [grouped, scales, less], pack=1, is_pure=True,
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
     )  # fmt: skip
     return gl.reshape(gl.join(gl.join(a, b), gl.join(c, d)), [KEY_TILE, HEAD_DIM // 4, 2, 2])
@@ -286,15 +372,21 @@ def _of_pairs(x):
 
 
 @gluon.jit
-def values_of(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """The same: [KEY_TILE / 2, HEAD_DIM / 4, 2 keys, 2 halves of a word, 2 in a half] fp16."""
+def values_of(words, scales, head, pages, G: gl.constexpr):
+    """The same, but in their own order: [KEY_TILE / 2, HEAD_DIM / 4, 2 keys, 2, 2] fp16."""
     even, odd = _of_pairs(words)
-    of_even, of_odd = _of_pairs(scales)
-    even, odd = by_scale(even, GROUPS), by_scale(odd, GROUPS)
-    upper = _upper(even, 2, 0, head, G, GROUPS) * 0x22 + _upper(even, 2, 1, head, G, GROUPS) * 0x2200
-    scales, less = _two_scales(of_even, of_odd, upper + 0x5410, even, kind)
+    even, odd = by_scale(even, pages), by_scale(odd, pages)
+    even_scales, odd_scales = _of_pairs(scales[0])
+    even_zeros, odd_zeros = _of_pairs(scales[1])
+    upper = _upper(even, 2, 0, head, pages, G) * 0x22 + _upper(even, 2, 1, head, pages, G) * 0x2200
+    scales, less = _factors((even_scales, even_zeros), (odd_scales, odd_zeros), upper + 0x5410, even, pages)
+    if pages.kind == "int4":  # the halves of two keys' words
+        even = gl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [even, odd, _odd(even) * 0x2222 + 0x5410], dtype=gl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        pairs_assembly(kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r", [even, odd, scales, less], pack=1, is_pure=True,
+        pairs_assembly(pages.kind), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r", [even, odd, scales, less], pack=1, is_pure=True,
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
     )  # fmt: skip
     x = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h)))
@@ -314,12 +406,13 @@ def as_half(q):
 
 @gluon.jit
 def only_seen(scales, tile, last):
-    """The words of scales of keys up to `last`, 0 of those behind it: a weight of 0 makes nothing of such values.
+    """The words of scales and zero points of keys up to `last`, 0 of those behind it.
 
-    Else it would of what stands in a slot that isn't in use, unless its scale is infinite.
+    A weight of 0 makes nothing of what stands in a slot that isn't in use, unless its scale is infinite.
     """
-    key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, scales.type.layout))
-    return gl.where((key <= last - tile * KEY_TILE)[:, None], scales, 0)
+    key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, scales[0].type.layout))
+    there = (key <= last - tile * KEY_TILE)[:, None]
+    return gl.where(there, scales[0], 0), gl.where(there, scales[1], 0)
 
 
 @dataclass(eq=False)

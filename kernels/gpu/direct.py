@@ -66,17 +66,17 @@ _OUT = gl.constexpr(
 
 
 @gluon.jit
-def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """[HEAD_DIM, KEY_TILE] fp16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
-    x = gl.reshape(keys_of(words, scales, head, kind, G, GROUPS), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
+def _keys(words, scales, head, pages, G: gl.constexpr):
+    """[HEAD_DIM, KEY_TILE] fp16, the values of a key in the order of `load_queries`."""
+    x = gl.reshape(keys_of(words, scales, head, pages, G), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (1, 4, 2, 3, 0)), [HEAD_DIM, KEY_TILE])
     return gl.convert_layout(x, _RIGHT, assert_trivial=True)
 
 
 @gluon.jit
-def _values(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
+def _values(words, scales, head, pages, G: gl.constexpr):
     """[KEY_TILE, HEAD_DIM] fp16, the columns in the order 0, 4, …, 124, 1, 5, …."""
-    x = gl.permute(values_of(words, scales, head, kind, G, GROUPS), (0, 2, 3, 4, 1))
+    x = gl.permute(values_of(words, scales, head, pages, G), (0, 2, 3, 4, 1))
     return gl.convert_layout(gl.reshape(x, [KEY_TILE, HEAD_DIM]), _RIGHT, assert_trivial=True)
 
 
@@ -108,25 +108,24 @@ def _attend(
     m, total, acc, blocks, stage, free = state
     q_kept, p_kept = left
     kept, table_at, num_blocks, to_tile, last, position = right
-    GROUPS: gl.constexpr = HEAD_DIM // k_pages.group
     ones = gl.full([KEY_TILE, 8 * WARPS], 1.0, gl.float16, _RIGHT)
     none = gl.zeros([ROWS, KEY_TILE], gl.float32, _SUM)
     factor = scale * 1.4426950408889634
     for tile in range(first, end):
         async_copy.wait_group(STAGES - 2)
-        k_words, k_scales = take_words(kept[0], stage, _KEYS, GROUPS)
-        v_words, v_scales = take_words(kept[1], stage, _VALUES, GROUPS)
+        k_words, k_scales = take_words(kept[0], stage, _KEYS, k_pages)
+        v_words, v_scales = take_words(kept[1], stage, _VALUES, v_pages)
         some = tile + (STAGES - 1) < to_tile
         fetch_both(kept, k_pages, v_pages, head, blocks, free, some, BLOCK_SIZE, G, WARPS)
-        blocks = blocks_of(table_at, tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
-        keys = _keys(k_words, k_scales, head, k_pages.kind, G, GROUPS)
+        blocks = blocks_of(table_at, tile + STAGES, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        keys = _keys(k_words, k_scales, head, k_pages, G)
         s = mma_v2(q_kept.load(_LEFT), keys, none) * factor
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, _SUM))
             s = gl.where(key[None, :] <= (position - tile * KEY_TILE)[:, None], s, float("-inf"))
             v_scales = only_seen(v_scales, tile, last)
         p, keep, m = _weights(p_kept, s, m)
-        values = _values(v_words, v_scales, head, v_pages.kind, G, GROUPS)
+        values = _values(v_words, v_scales, head, v_pages, G)
         total = mma_v2(p, ones, total * keep[:, None])
         acc = mma_v2(p, values, acc * keep[:, None])
         free = stage
@@ -145,7 +144,6 @@ def direct_kernel(
     D: gl.constexpr = HEAD_DIM
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
-    GROUPS: gl.constexpr = D // k_pages.group
     tile, kv_head, split = program_of(tiles_ptr, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
@@ -156,13 +154,13 @@ def direct_kernel(
         whole = gl.minimum(to_tile, whole)
         num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
         table_at = table_ptr + tile[0].to(gl.int64) * table_stride
-        kept = room(STAGES, GROUPS), room(STAGES, GROUPS)
+        kept = room(STAGES, k_pages), room(STAGES, k_pages)
         for ahead in gl.static_range(STAGES - 1):
             at = from_tile + ahead
-            blocks = blocks_of(table_at, at, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+            blocks = blocks_of(table_at, at, num_blocks, k_pages, BLOCK_SIZE, WARPS)
             fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, at < to_tile, BLOCK_SIZE, G, WARPS)
-        blocks = blocks_of(table_at, from_tile + (STAGES - 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
-        q = load_queries(q_ptr, tile, kv_head, _LEFT, ROWS, H, GROUP)
+        blocks = blocks_of(table_at, from_tile + (STAGES - 1), num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        q = load_queries(q_ptr, tile, kv_head, k_pages.kind, _LEFT, ROWS, H, GROUP)
         left = (
             gl.allocate_shared_memory(gl.float16, [ROWS, D], _KEPT_LEFT, q),
             gl.allocate_shared_memory(gl.float16, [ROWS, TILE], _KEPT_LEFT),

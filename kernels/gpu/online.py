@@ -184,21 +184,23 @@ def store_state(
 @triton.jit
 def merge_splits(
     m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr = False,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, FOURS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Merge the states of splits `first` to `end` in their order, with four loads under way, or sixteen if `WIDE`."""
+    """Merge the states of splits `first` to `end` in their order, with FOURS times four loads under way."""
     state = empty(BLOCK_M, BLOCK_D)
     ptrs = m_ptr, total_ptr, acc_ptr
-    for split in range(first, end, 16 if WIDE else 4):
-        four = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
-        if WIDE:
-            second = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
-            third = _four_states(ptrs, split + 8, end, num_rows, row, head, ok, H, D, BLOCK_D)
-            fourth = _four_states(ptrs, split + 12, end, num_rows, row, head, ok, H, D, BLOCK_D)
-            state = _merge_four(_merge_four(state, four), second)
-            state = _merge_four(_merge_four(state, third), fourth)
-        else:
-            state = _merge_four(state, four)
+    for split in range(first, end, 4 * FOURS):
+        a = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
+        if FOURS >= 2:
+            b = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
+        if FOURS >= 4:
+            c = _four_states(ptrs, split + 8, end, num_rows, row, head, ok, H, D, BLOCK_D)
+            d = _four_states(ptrs, split + 12, end, num_rows, row, head, ok, H, D, BLOCK_D)
+        state = _merge_four(state, a)
+        if FOURS >= 2:
+            state = _merge_four(state, b)
+        if FOURS >= 4:
+            state = _merge_four(_merge_four(state, c), d)
     return state
 
 

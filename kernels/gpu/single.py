@@ -56,17 +56,17 @@ _OUT = gl.constexpr(
 
 
 @gluon.jit
-def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """[HEAD_DIM, KEY_TILE] fp16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
-    x = gl.reshape(keys_of(words, scales, head, kind, G, GROUPS), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
+def _keys(words, scales, head, pages, G: gl.constexpr):
+    """[HEAD_DIM, KEY_TILE] fp16, the values of a key in the order of `load_queries`."""
+    x = gl.reshape(keys_of(words, scales, head, pages, G), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (1, 4, 2, 3, 0)), [HEAD_DIM, KEY_TILE])
     return gl.convert_layout(x, _RIGHT, assert_trivial=True)
 
 
 @gluon.jit
-def _values(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
+def _values(words, scales, head, pages, G: gl.constexpr):
     """[KEY_TILE, HEAD_DIM] fp16, the columns in the order 0, 16, …, 112, 4, 20, …, 124, 1, 17, …."""
-    x = gl.reshape(values_of(words, scales, head, kind, G, GROUPS), [KEY_TILE // 2, 8, 4, 2, 2, 2])
+    x = gl.reshape(values_of(words, scales, head, pages, G), [KEY_TILE // 2, 8, 4, 2, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 3, 4, 5, 2, 1)), [KEY_TILE, HEAD_DIM])
     return gl.convert_layout(x, _RIGHT, assert_trivial=True)
 
@@ -89,14 +89,13 @@ def _attend(
     """
     m, total, acc, blocks = state
     k_kept, v_kept, table_at, num_blocks, to_tile, last, position = right
-    GROUPS: gl.constexpr = HEAD_DIM // k_pages.group
     ones = gl.full([KEY_TILE, 8], 1.0, gl.float16, _RIGHT)
     none = gl.zeros([ROWS, KEY_TILE], gl.float32, _SUM)
     factor = scale * 1.4426950408889634
     for tile in range(first, end):
         async_copy.wait_group(1)
-        words, scales = take_words(k_kept, 0, _KEYS, GROUPS)
-        s = mma_v2(q, _keys(words, scales, head, k_pages.kind, G, GROUPS), none) * factor
+        words, scales = take_words(k_kept, 0, _KEYS, k_pages)
+        s = mma_v2(q, _keys(words, scales, head, k_pages, G), none) * factor
         fetch_tile(k_kept, k_pages, head, blocks, 0, tile + 1 < to_tile, BLOCK_SIZE, G, WARPS)
         async_copy.commit_group()
         if MASKED:
@@ -108,15 +107,15 @@ def _attend(
         keep = gl.exp2(m - finite)
         m = top
         async_copy.wait_group(1)
-        words, scales = take_words(v_kept, 0, _VALUES, GROUPS)
+        words, scales = take_words(v_kept, 0, _VALUES, v_pages)
         if MASKED:
             scales = only_seen(scales, tile, last)
-        values = _values(words, scales, head, v_pages.kind, G, GROUPS)
+        values = _values(words, scales, head, v_pages, G)
         total = mma_v2(p, ones, total * keep[:, None])
         acc = mma_v2(p, values, acc * keep[:, None])
         fetch_tile(v_kept, v_pages, head, blocks, 0, tile + 1 < to_tile, BLOCK_SIZE, G, WARPS)
         async_copy.commit_group()
-        blocks = blocks_of(table_at, tile + 2, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+        blocks = blocks_of(table_at, tile + 2, num_blocks, k_pages, BLOCK_SIZE, WARPS)
     return m, total, acc, blocks
 
 
@@ -130,7 +129,6 @@ def single_kernel(
     """One split of one tile of nodes: of chains with their own keys, of trees without."""
     D: gl.constexpr = HEAD_DIM
     GROUP: gl.constexpr = H // G
-    GROUPS: gl.constexpr = D // k_pages.group
     tile, kv_head, split = program_of(tiles_ptr, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
@@ -141,14 +139,14 @@ def single_kernel(
         whole = gl.minimum(to_tile, whole)
         num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
         table_at = table_ptr + tile[0].to(gl.int64) * table_stride
-        k_kept, v_kept = room(1, GROUPS), room(1, GROUPS)
-        blocks = blocks_of(table_at, from_tile, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+        k_kept, v_kept = room(1, k_pages), room(1, k_pages)
+        blocks = blocks_of(table_at, from_tile, num_blocks, k_pages, BLOCK_SIZE, WARPS)
         fetch_tile(k_kept, k_pages, kv_head, blocks, 0, from_tile < to_tile, BLOCK_SIZE, G, WARPS)
         async_copy.commit_group()
         fetch_tile(v_kept, v_pages, kv_head, blocks, 0, from_tile < to_tile, BLOCK_SIZE, G, WARPS)
         async_copy.commit_group()
-        blocks = blocks_of(table_at, from_tile + 1, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
-        q = load_queries(q_ptr, tile, kv_head, _LEFT, ROWS, H, GROUP)
+        blocks = blocks_of(table_at, from_tile + 1, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        q = load_queries(q_ptr, tile, kv_head, k_pages.kind, _LEFT, ROWS, H, GROUP)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _SUM))
         total = gl.zeros([ROWS, 8], gl.float32, _SUM)
         acc = gl.zeros([ROWS, D], gl.float32, _SUM)

@@ -90,40 +90,49 @@ def unpack4(codes, scale, zero):
 
 @triton.constexpr_function
 def scales_assembly(kind):
-    """PTX: $0 and $1 become what two codes are multiplied by and what is added then; for int8 alone is $1 of use.
+    """PTX: $0 and $1 become what two codes are multiplied by and, for int8, what is added then.
 
-    Their scales are halves of $2 and $3, which $4 says.
+    Their scales are halves of $2 and $3, which $4 says. Zero points of int4 are taken as scales are.
     """
     take = ".reg .b32 a; prmt.b32 $0, $2, $3, $4;"
     if kind == "int8":
         return f"{{{take} mov.b32 a, 0xE480E480; mul.rn.f16x2 $1, $0, a;}}"
-    unit = "0x6C006C00" if kind == "fp8" else "0x5C005C00"
-    return f"{{{take} mov.b32 a, {unit}; mul.rn.f16x2 $0, $0, a; mov.b32 $1, $0;}}"
+    unit = {"fp8": "mov.b32 a, 0x6C006C00;", "fp8_e4m3": "mov.b32 a, 0x5C005C00;"}
+    less = f"{unit[kind]} mul.rn.f16x2 $0, $0, a;" if kind in unit else ""
+    return f"{{{take} {less} mov.b32 $1, $0;}}"
 
 
 @triton.constexpr_function
 def word_assembly(kind):
-    """PTX: $0 to $3 become the values of a word of codes, $4, by what `scales_assembly` has made: $5 and $6."""
+    """PTX: $0 to $3 become the values of a word of codes, $4, by what `scales_assembly` has made: $5 and $6.
+
+    Of int4 the word's codes 0, 4, 1 and 5; of floats 0, 2, 1 and 3.
+    """
     if kind == "int8":
-        body = [_int8("$4", 0x4140, "$0", "$1", "$5", "$6"), _int8("$4", 0x4342, "$2", "$3", "$5", "$6")]
+        body = [_int8("$4", 0x4140, 0, "$5", "$6"), _int8("$4", 0x4342, 1, "$5", "$6")]
+    elif kind == "int4":
+        body = [_int4("$4", False, 0, "$5", "$6"), _int4("$4", True, 1, "$5", "$6")]
     else:
-        body = [
-            _float8(kind, "$4", "$4", 0x1100, "$0", "$1", "$5"),
-            _float8(kind, "$4", "$4", 0x3322, "$2", "$3", "$5"),
-        ]
+        body = ["shl.b32 a, $4, 8;", _float8(kind, "a", 0, "$5"), _float8(kind, "$4", 1, "$5")]
     return "\n".join(["{", _declared(kind), *body, "}"])
 
 
 @triton.constexpr_function
 def pairs_assembly(kind):
-    """PTX: $0, $2, $4 and $6 become the values of a word, $8, those between of $9, by $10 and $11."""
+    """PTX: $0, $2, $4 and $6 become the values of a word, $8, those between of $9, by $10 and $11.
+
+    Of int4, $8 holds four codes of each, in its lower and its upper half.
+    """
     if kind == "int8":
-        body = ["prmt.b32 x, $8, $9, 0x5140;", _int8("x", 0x4140, "$0", "$1", "$10", "$11")]
-        body += [_int8("x", 0x4342, "$2", "$3", "$10", "$11")]
-        body += ["prmt.b32 x, $8, $9, 0x7362;", _int8("x", 0x4140, "$4", "$5", "$10", "$11")]
-        body += [_int8("x", 0x4342, "$6", "$7", "$10", "$11")]
+        low = ["prmt.b32 x, $8, $9, 0x5140;", _int8("x", 0x4140, 0, "$10", "$11"), _int8("x", 0x4342, 1, "$10", "$11")]
+        high = ["prmt.b32 x, $8, $9, 0x7362;", _int8("x", 0x4140, 2, "$10", "$11"), _int8("x", 0x4342, 3, "$10", "$11")]
+        body = low + high
+    elif kind == "int4":
+        body = ["shr.b32 x, $8, 8;"]
+        body += [_int4(("$8", "x")[i // 2], i % 2 == 1, i, "$10", "$11") for i in range(4)]
     else:
-        body = [_float8(kind, "$8", "$9", 0x4400 + 0x1111 * i, f"${2 * i}", f"${2 * i + 1}", "$10") for i in range(4)]
+        both = [f"prmt.b32 a, $8, $9, {0x4400 + 0x1111 * i:#06x};" for i in range(4)]
+        body = [take + _float8(kind, "a", i, "$10") for i, take in enumerate(both)]
     return "\n".join(["{", _declared(kind), *body, "}"])
 
 
@@ -131,20 +140,29 @@ def pairs_assembly(kind):
 def _declared(kind):
     if kind == "int8":
         return ".reg .b32 a, x, magic; mov.b32 magic, 0x64646464;"
+    if kind == "int4":
+        return ".reg .b32 a, x, high, low; mov.b32 high, 0xE400E400; mov.b32 low, 0xD400D400;"
     return ".reg .b32 a, x;"
 
 
 @triton.constexpr_function
-def _int8(codes, select, low, high, scales, less):
-    """Values of two bytes of a register."""
+def _int8(codes, select, pair, scales, less):
+    """The values of a pair: of two bytes of a register."""
     take = f"prmt.b32 a, {codes}, magic, {select:#06x}; fma.rn.f16x2 a, a, {scales}, {less};"
-    return f"{take} mov.b32 {{{low}, {high}}}, a;"
+    return f"{take} mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, a;"
 
 
 @triton.constexpr_function
-def _float8(kind, first, second, select, low, high, scales):
-    """Values of two bytes of two words, each of which `select` puts into both halves of its own half."""
+def _int4(codes, upper, pair, scales, zeros):
+    """The values of a pair: of the lower or the upper four bits of both halves of a register, above 1,024 or 64."""
+    mask, magic, base = ("0x00F000F0", "0x54005400", "low") if upper else ("0x000F000F", "0x64006400", "high")
+    take = f"lop3.b32 a, {codes}, {mask}, {magic}, 0xEA; add.rn.f16x2 a, a, {base};"
+    return f"{take} fma.rn.f16x2 a, a, {scales}, {zeros}; mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, a;"
+
+
+@triton.constexpr_function
+def _float8(kind, codes, pair, scales):
+    """The values of a pair: of the upper byte of both halves of a register."""
     shift, mask = (2, "0x1FC01FC0") if kind == "fp8" else (1, "0x3F803F80")
-    take = f"prmt.b32 a, {first}, {second}, {select:#06x}; shr.b32 x, a, {shift}; and.b32 x, x, {mask};"
-    take += " lop3.b32 a, a, 0x80008000, x, 0xEA;"
-    return f"{take} mul.rn.f16x2 a, a, {scales}; mov.b32 {{{low}, {high}}}, a;"
+    take = f"shr.b32 x, {codes}, {shift}; and.b32 x, x, {mask}; lop3.b32 a, {codes}, 0x80008000, x, 0xEA;"
+    return f"{take} mul.rn.f16x2 a, a, {scales}; mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, a;"

@@ -85,17 +85,17 @@ _QUERIES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [WARPS.value, 1], [1, 
 
 
 @gluon.jit
-def _keys(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
-    """[KEY_TILE, HEAD_DIM] fp16, the values of a key in the order 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, … of sixteen."""
-    x = gl.reshape(keys_of(words, scales, head, kind, G, GROUPS), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
+def _keys(words, scales, head, pages, G: gl.constexpr):
+    """[KEY_TILE, HEAD_DIM] fp16, the values of a key in the order of `_queries`."""
+    x = gl.reshape(keys_of(words, scales, head, pages, G), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 1, 4, 2, 3)), [KEY_TILE, HEAD_DIM])
     return gl.convert_layout(x, _LEFT, assert_trivial=True)
 
 
 @gluon.jit
-def _values(words, scales, head, kind: gl.constexpr, G: gl.constexpr, GROUPS: gl.constexpr):
+def _values(words, scales, head, pages, G: gl.constexpr):
     """[HEAD_DIM, KEY_TILE] fp16, the columns in the order 0, 4, …, 28, 1, …, 29, 32, …, 125, 2, 6, …, 127."""
-    x = gl.reshape(values_of(words, scales, head, kind, G, GROUPS), [KEY_TILE // 2, WARPS, 8, 2, 2, 2])
+    x = gl.reshape(values_of(words, scales, head, pages, G), [KEY_TILE // 2, WARPS, 8, 2, 2, 2])
     x = gl.reshape(gl.permute(x, (4, 1, 5, 2, 0, 3)), [HEAD_DIM, KEY_TILE])
     return gl.convert_layout(x, _LEFT, assert_trivial=True)
 
@@ -130,17 +130,16 @@ def _attend(
     m, total, acc, blocks, stage, keys = state
     q_kept, p_kept, ones, both_kept = right
     kept, table_at, num_blocks, to_tile, last, position = left
-    GROUPS: gl.constexpr = HEAD_DIM // k_pages.group
     none = gl.zeros([KEY_TILE, ROWS], gl.float32, _SUM)
     factor = scale * 1.4426950408889634
     position = gl.convert_layout(position, gl.SliceLayout(0, _SUM))
     for tile in range(first, end):
         s = warpgroup_mma(keys, q_kept.permute((1, 0)), none, use_acc=False, is_async=True)
-        following = blocks_of(table_at, tile + (STAGES + 1), num_blocks, BLOCK_SIZE, GROUPS, WARPS)
-        words, scales = take_words(kept[1], stage, _VALUES, GROUPS)
+        following = blocks_of(table_at, tile + (STAGES + 1), num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        words, scales = take_words(kept[1], stage, _VALUES, v_pages)
         if MASKED:
             scales = only_seen(scales, tile, last)
-        values = _values(words, scales, head, v_pages.kind, G, GROUPS)
+        values = _values(words, scales, head, v_pages, G)
         s, keys, values = warpgroup_mma_wait(0, deps=(s, keys, values))
         some = tile + STAGES < to_tile
         fetch_both(kept, k_pages, v_pages, head, blocks, stage, some, BLOCK_SIZE, G, WARPS)
@@ -171,9 +170,23 @@ def _attend(
 @gluon.jit
 def _next_keys(kept, stage, pages, head, G: gl.constexpr):
     """The values of a tile's keys, whose copies have come."""
-    GROUPS: gl.constexpr = HEAD_DIM // pages.group
-    words, scales = take_words(kept, stage, _KEYS, GROUPS)
-    return _keys(words, scales, head, pages.kind, G, GROUPS)
+    words, scales = take_words(kept, stage, _KEYS, pages)
+    return _keys(words, scales, head, pages, G)
+
+
+@gluon.jit
+def _queries(q_ptr, tile, head, kind: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
+    """[ROWS, HEAD_DIM] fp16, in the order of `keys_of`."""
+    rows, ok = query_rows(q_ptr, tile, head, gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES)), H, GROUP)
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, _QUERIES))
+    q = as_half(gl.load(rows[:, None] + d[None, :], mask=ok[:, None], other=0.0))
+    if kind == "int4":
+        q = gl.permute(gl.reshape(q, [ROWS, HEAD_DIM // 16, 2, 2, 2, 2]), (0, 1, 5, 2, 4, 3))
+    elif kind == "int8":
+        q = gl.permute(gl.reshape(q, [ROWS, HEAD_DIM // 16, 4, 2, 2]), (0, 1, 3, 2, 4))
+    else:
+        q = gl.permute(gl.reshape(q, [ROWS, HEAD_DIM // 16, 4, 2, 2]), (0, 1, 4, 2, 3))
+    return gl.reshape(q, [ROWS, HEAD_DIM])
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_states"])
@@ -187,7 +200,6 @@ def wide_kernel(
     D: gl.constexpr = HEAD_DIM
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
-    GROUPS: gl.constexpr = D // k_pages.group
     tile, kv_head, split = program_of(tiles_ptr, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
@@ -198,18 +210,15 @@ def wide_kernel(
         whole = gl.minimum(to_tile, whole)
         num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
         table_at = table_ptr + tile[0].to(gl.int64) * table_stride
-        kept = room(STAGES, GROUPS), room(STAGES, GROUPS)
+        kept = room(STAGES, k_pages), room(STAGES, k_pages)
         for ahead in gl.static_range(STAGES):
             at = from_tile + ahead
-            blocks = blocks_of(table_at, at, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
+            blocks = blocks_of(table_at, at, num_blocks, k_pages, BLOCK_SIZE, WARPS)
             fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, at < to_tile, BLOCK_SIZE, G, WARPS)
-        blocks = blocks_of(table_at, from_tile + STAGES, num_blocks, BLOCK_SIZE, GROUPS, WARPS)
-        rows, ok = query_rows(q_ptr, tile, kv_head, gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES)), H, GROUP)
-        d = gl.arange(0, D, gl.SliceLayout(0, _QUERIES))
-        q = as_half(gl.load(rows[:, None] + d[None, :], mask=ok[:, None], other=0.0))
-        q = gl.permute(gl.reshape(q, [ROWS, D // 16, 4, 2, 2]), (0, 1, 3, 2, 4))  # the order of `_keys`
+        blocks = blocks_of(table_at, from_tile + STAGES, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        q = _queries(q_ptr, tile, kv_head, k_pages.kind, H, GROUP)
         right = (
-            gl.allocate_shared_memory(gl.float16, [ROWS, D], _KEPT, gl.reshape(q, [ROWS, D])),
+            gl.allocate_shared_memory(gl.float16, [ROWS, D], _KEPT, q),
             gl.allocate_shared_memory(gl.float16, [TILE, ROWS], _KEPT),
             gl.allocate_shared_memory(
                 gl.float16, [8, TILE], _KEPT, gl.full([8, TILE], 1.0, gl.float16, _QUERIES)
