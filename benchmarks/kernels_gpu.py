@@ -83,7 +83,9 @@ def copy_bandwidth() -> float:
 def write(path: str | None, result: dict[str, object]) -> None:
     """Print the result, and write it to a file if one is asked for."""
     facts = {
-        "command": " ".join(["python", "benchmarks/kernels_gpu.py", *sys.argv[1:2]]),
+        "command": " ".join(
+            ["python", "benchmarks/kernels_gpu.py", *(a for a in sys.argv[1:] if a not in ("--json", path))]
+        ),
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -278,12 +280,13 @@ def attention(path: str | None) -> None:
 
 @main.command()
 @click.option("--formats", default="auto,fp8,int8,int4", help="Values of kv_cache_dtype; the first is the baseline.")
+@click.option("--nodes", default="1,16", help="Cases of so many nodes.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
-def formats(formats: str, path: str | None) -> None:
+def formats(formats: str, nodes: str, path: str | None) -> None:
     """The same attention at long contexts over pages of each format, against the first; shares are of its own bytes."""
     bandwidth = copy_bandwidth()
     rows: list[dict[str, object]] = []
-    for shape in LONG_CASES:
+    for shape in (case for case in LONG_CASES if str(case[2]) in nodes.split(",")):
         baseline: dict[str, object] = {}
         for name in formats.split(","):
             row = {"kv_cache_dtype": name, **_attention_row(Case(*shape, kv_cache_dtype=name), bandwidth)}

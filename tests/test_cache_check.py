@@ -25,7 +25,7 @@ def outlier() -> PreTrainedModel:
     model = calm()
     with torch.no_grad():
         for layer in model.model.layers:
-            for projection, factor in ((layer.self_attn.k_proj, 3000.0), (layer.self_attn.q_proj, 1 / 3000)):
+            for projection, factor in ((layer.self_attn.k_proj, 1500.0), (layer.self_attn.q_proj, 1 / 1500)):
                 heads = projection.weight.view(-1, 32, projection.in_features)
                 heads[:, [5, 21]] *= factor
     return model
@@ -51,6 +51,8 @@ def test_an_outlier_model_says_the_same_and_trips_the_check() -> None:
     hurts = {name for name, report in reports.items() if report.hurts}
     assert hurts == {"fp8", "int8", "int4"}, list(map(str, reports.values()))
     assert reports["int8"].key_outlier > 500
+    assert {name for name, report in reports.items() if report.cut_off} == {"fp8"}
+    assert "larger than the format stores" in reports["fp8"].warning
 
 
 @pytest.mark.parametrize("name", ["auto", "fp8_e4m3", "int4"])

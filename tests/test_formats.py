@@ -47,12 +47,13 @@ def poisoned(how: KVFormat, slots: int, heads: int, dim: int) -> QuantizedPages:
 
 
 def values(rows: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[rows, heads, D] of every size: an outlier, zeros, tiny and huge numbers, an offset, a constant."""
+    """[rows, heads, D] of every size: an outlier, zeros, tiny, huge and infinite numbers, an offset, a constant."""
     x = torch.randn(rows, heads, dim, generator=torch.Generator().manual_seed(0))
     x[0, 0, 3] *= 300
     x[1], x[2], x[3, 0] = 0, x[2] * 1e-5, x[3, 0] * 9000
     x[4] += 40
     x[5] = 2.5
+    x[3, 1, :2] = torch.tensor([torch.inf, -torch.inf])
     return x.to(DEVICE, dtype)
 
 
@@ -192,6 +193,19 @@ def test_nothing_leaks_from_slots_that_were_never_written(name: str) -> None:
             part.view(torch.uint8).fill_(fill)  # 0xFF: NaN in every dtype, scales too
         answers.append(outputs(run(engine, prompts, params)))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_queries_stop_where_fp16_does(name: str) -> None:
+    how = FORMATS[name].of_head_dim(64)
+    pages = [poisoned(how, 16, 2, 64) for _ in "kv"]
+    x = values(6, 2, 64)
+    kv_write(x, x, pages[0], pages[1], torch.arange(6, device=DEVICE))
+    meta, _ = build([(5, 0, [-1])], device=DEVICE)
+    meta = replace(meta, block_table=torch.zeros_like(meta.block_table))
+    q = torch.randn(1, 4, 64, device=DEVICE).sign().bfloat16()
+    far, near = (tree_attention(q * size, *pages, meta, scale=0.1) for size in (3e38, 65536.0))
+    assert torch.equal(far, near) and bool(far.isfinite().all()) and far.dtype == torch.bfloat16
 
 
 @on_gpu

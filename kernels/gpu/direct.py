@@ -1,14 +1,14 @@
 """Attention over quantized pages whose codes become values on their way to the tensor cores. In Gluon.
 
-`chain_kernel` and `context_kernel` bring codes to shared memory, from there to registers, as bf16 to shared memory
+`chain_kernel` and `context_kernel` bring codes to shared memory, from there to registers, as values to shared memory
 again, and to the tensor cores. Here tiles of codes are copied to shared memory ahead, and each thread takes from there
 the very codes that it hands to the tensor cores. Which values of a row a thread holds is ours to choose, as long as the
-sixteen that a product sums at once stay the same: of a key it takes the four of a word, and so of a value; queries and
+sixteen that a product sums at once stay the same: it takes four that stand together, of a key and of a value; queries and
 sums are put in that order. The state of each split is left as those kernels leave it, for `merge_kernel` and
 `tail_kernel`.
 
-The bits are those of the other kernels (`tests/test_direct.py`). It is for tiles of 16 rows, and `gpu/wide.py`
-for those of 64.
+The bits are those of the other kernels (`tests/test_direct.py`). It is for tiles of 16 rows of a few
+sequences; `gpu/single.py` is for those of many, and `gpu/wide.py` for tiles of 64 rows.
 """
 
 from triton.experimental import gluon
@@ -37,8 +37,7 @@ from specdec.kernels.gpu.codes import (
 
 WARPS = gl.constexpr(4)
 STAGES = gl.constexpr(2)
-"""Tiles that have room in shared memory, one that is read and those on their way: with 3 it is slower on an H200
-(`benchmarks/results/direct_h200.json`)."""
+"""Tiles that have room in shared memory, one that is read and one on its way."""
 ROWS = gl.constexpr(16)
 """Rows × grouped heads of a tile."""
 
@@ -182,6 +181,5 @@ def direct_kernel(
 
 
 DIRECT = CodesKernel(direct_kernel, ROWS.value, WARPS.value, max_registers=128, min_context=4096)
-"""On an H200 128 registers are the fastest of 96 to 168; and in short contexts, whose splits are two tiles each,
-`chain_kernel` is ahead, which merges them itself (`benchmarks/results/direct_h200.json`, 1 to 32 sequences of 1,024 to
-131,072 tokens)."""
+"""In short contexts, whose splits are two tiles each, `chain_kernel` is ahead, which merges them itself
+(`benchmarks/results/direct_h200.json`, 1 to 32 sequences of 1,024 to 131,072 tokens)."""

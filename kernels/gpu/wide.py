@@ -38,8 +38,7 @@ from specdec.kernels.gpu.codes import (
 
 WARPS = gl.constexpr(4)
 STAGES = gl.constexpr(2)
-"""Tiles that have room in shared memory, one that is read and those on their way: with 3 it is slower on an H200
-(`benchmarks/results/wide_h200.json`)."""
+"""Tiles that have room in shared memory, one that is read and one on its way."""
 ROWS = gl.constexpr(64)
 """Rows × grouped heads of a tile."""
 
@@ -246,6 +245,5 @@ def wide_kernel(
 
 
 WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096)
-"""With 168 registers three programs run on each multiprocessor. On an H200 255 are as fast; and in short contexts,
-whose splits are two tiles each, the other kernels are as fast or ahead (`benchmarks/results/wide_h200.json`, 1 to 32
-sequences of 1,024 to 131,072 tokens)."""
+"""In short contexts, whose splits are two tiles each, the other kernels are as fast or ahead
+(`benchmarks/results/wide_h200.json`, 1 to 32 sequences of 1,024 to 131,072 tokens)."""

@@ -44,6 +44,7 @@ class CacheReport:
         key_outlier: the largest key of any channel over its head's median channel, the worst head's. Where it is large,
             the values that share a scale with such a channel lose their bits, or, in formats that spread keys, all
             values of the head.
+        cut_off: whether keys or values are larger than the format stores (`KVFormat.max_value`).
     """
 
     format: str
@@ -51,16 +52,17 @@ class CacheReport:
     kl: float
     agreement: float
     key_outlier: float
+    cut_off: bool = False
 
     @property
     def hurts(self) -> bool:
         """Whether answers would suffer."""
-        return not self.kl <= MAX_KL
+        return self.cut_off or not self.kl <= MAX_KL
 
     @property
     def warning(self) -> str:
         """What to tell the user of a format that hurts."""
-        better = "fp8" if self.key_outlier <= MAX_OUTLIER else "fp8_e4m3"
+        better = "fp8" if self.key_outlier <= MAX_OUTLIER and not self.cut_off else "fp8_e4m3"
         return (
             f"quantized keys and values change what this model says: {self}; the limit is a KL of {MAX_KL:g}. "
             f'Try kv_cache_dtype="{better}", a smaller kv_group_size, or "auto", which stores them as they are'
@@ -70,6 +72,7 @@ class CacheReport:
         return (
             f"{self.format}: KL {self.kl:.2g} nats a token, {self.agreement:.1%} of the likeliest tokens unchanged "
             f"over {self.num_tokens} tokens; largest key channel {self.key_outlier:.1f}× the median"
+            + ("; keys or values are larger than the format stores" if self.cut_off else "")
         )
 
 
@@ -91,7 +94,8 @@ def check_cache(model: PackedModel, layout: KVLayout, tokenizer: PreTrainedToken
         same += int((a.argmax(-1) == b.argmax(-1)).sum())
     assert layout.format is not None, "native pages are what is compared with"
     name = f"{layout.format.name} g{layout.format.group}"
-    return CacheReport(name, len(ids), kl / len(ids), same / len(ids), _key_outlier(native, len(ids)))
+    outlier, cut_off = _key_outlier(native, len(ids)), _cut_off(quantized, len(ids), layout.format.max_value)
+    return CacheReport(name, len(ids), kl / len(ids), same / len(ids), outlier, cut_off)
 
 
 def score(model: PackedModel, ids: Sequence[int], pages: KVPages, chunk: int = _CHUNK) -> Iterator[Tensor]:
@@ -117,3 +121,10 @@ def _key_outlier(pages: KVPages, num_tokens: int) -> float:
         top = load(keys, slice(num_tokens), torch.float32).abs().amax(0)  # [num_kv_heads, D]
         worst = max(worst, float((top.amax(-1) / top.median(-1).values.clamp(min=1e-12)).max()))
     return worst
+
+
+def _cut_off(pages: KVPages, num_tokens: int, limit: float) -> bool:
+    """Whether what is stored is as large as can be; a scale that was rounded is no reason to miss it."""
+    return any(
+        bool((load(side, slice(num_tokens), torch.float32).abs() > 0.98 * limit).any()) for side in pages.k + pages.v
+    )
