@@ -3,12 +3,12 @@
 `chain_kernel` and `context_kernel` bring codes to shared memory, from there to registers, as values to shared memory
 again, and to the tensor cores. Here tiles of codes are copied to shared memory ahead, and each thread takes from there
 the very codes that it hands to the tensor cores. Which values of a row a thread holds is ours to choose, as long as the
-sixteen that a product sums at once stay the same: it takes four that stand together, of a key and of a value; queries and
-sums are put in that order. The state of each split is left as those kernels leave it, for `merge_kernel` and
+sixteen that a product sums at once stay the same: it takes four that stand together, of a key and of a value; queries
+and sums are put in that order. The state of each split is left as those kernels leave it, for `merge_kernel` and
 `tail_kernel`.
 
-The bits are those of the other kernels (`tests/test_direct.py`). It is for tiles of 16 rows of a few
-sequences; `gpu/single.py` is for those of many, and `gpu/wide.py` for tiles of 64 rows.
+The bits are those of the other kernels (`tests/test_direct.py`). It is for tiles of 16 rows of a few sequences;
+`gpu/single.py` is for those of many, and `gpu/wide.py` for tiles of 64 rows.
 """
 
 from triton.experimental import gluon
