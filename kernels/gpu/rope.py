@@ -88,10 +88,11 @@ def rope_write(
     q = torch.empty(n, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     # Within one warp, the many sums of two, and the largest of a group, need no barrier.
     per_program, num_warps = (_HEADS, 4) if isinstance(k_pages, torch.Tensor) else (2, 1)
+    spread = spread_size(dim) if spreads(k_pages) else 0
     _rope_write_kernel[(n, triton.cdiv(heads, per_program))](
         qkv, cos, sin, q, pointers(k_pages), pointers(v_pages), slot_mapping.contiguous(),
         qkv.stride(0), qkv.stride(1), cos.stride(0), sin.stride(0),
-        Q=num_heads, KV=num_kv_heads, D=dim, R=width, SPREAD=spread_size(dim) if spreads(k_pages) else 0, HEADS=per_program, num_warps=num_warps,
+        Q=num_heads, KV=num_kv_heads, D=dim, R=width, SPREAD=spread, HEADS=per_program, num_warps=num_warps,
         BLOCK=triton.next_power_of_2(dim), WIDE=tl.float64 if qkv.dtype == torch.float64 else tl.float32,
         **overlap(qkv.device),
     )  # fmt: skip
