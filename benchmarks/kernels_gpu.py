@@ -373,14 +373,14 @@ def launch(kv_cache_dtype: str) -> None:
 @contextmanager
 def only(way: CodesKernel | None) -> Iterator[None]:
     """Let one of the kernels over codes, or none, be taken for contexts of any length."""
-    before = [(kernel, kernel.min_context, kernel.min_keys) for kernel in CODES.values()]
+    before = [(kernel, kernel.min_context, kernel.min_programs) for kernel in CODES.values()]
     for kernel in CODES.values():
-        kernel.min_context, kernel.min_keys = (0, 0) if kernel is way else (sys.maxsize, 0)
+        kernel.min_context, kernel.min_programs = 0 if kernel is way else sys.maxsize, 0
     try:
         yield
     finally:
-        for kernel, min_context, min_keys in before:
-            kernel.min_context, kernel.min_keys = min_context, min_keys
+        for kernel, min_context, min_programs in before:
+            kernel.min_context, kernel.min_programs = min_context, min_programs
 
 
 def _attention_row(case: Case, bandwidth: float) -> dict[str, object]:

@@ -231,15 +231,15 @@ def cache_steps() -> str:
 
 
 def quantized_attention() -> str:
-    """Return what one layer's attention takes over native pages, and over int8 and fp8 through either kernel."""
+    """Return what one layer's attention takes over native pages, and over int8 and fp8 through each kernel."""
     found = {(r["sequences"], r["context"], r["nodes"], r["kv_cache_dtype"]): r for r in read("direct_h200")["rows"]}
     rows = []
     for (sequences, context, nodes, name), r in found.items():
         if name == "int8":
             fp8 = found[sequences, context, nodes, "fp8"]
-            times = r["native_us"], r["shared_us"], r["direct_us"], fp8["shared_us"], fp8["direct_us"]
+            times = r["native_us"], *(x[f"{how}_us"] for x in (r, fp8) for how in ("shared", "direct", "single"))
             rows.append([sequences, f"{context:,}", nodes, *(f"{us:.0f}" for us in times)])
-    ways = ("int8, values kept", "int8, codes kept", "fp8, values kept", "fp8, codes kept")
+    ways = (f"{name}, {how}" for name in ("int8", "fp8") for how in ("values kept", "codes, 4 warps", "codes, 1 warp"))
     return table(("sequences", "context", "nodes", "bf16, µs", *ways), rows)
 
 

@@ -145,7 +145,36 @@ def only(way: CodesKernel, monkeypatch: pytest.MonkeyPatch) -> None:
         if other is not way:
             monkeypatch.setattr(other, "takes", lambda *args: False)
     monkeypatch.setattr(way, "min_context", 0)
-    monkeypatch.setattr(way, "min_keys", 0)
+    monkeypatch.setattr(way, "min_programs", 0)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "nodes", "context", "name"),
+    [
+        (1, 1, 512, None), (1, 1, 1024, "direct"), (8, 4, 8192, "direct"), (32, 1, 1024, "single"),
+        (8, 1, 32768, "single"), (1, 4, 131072, "single"), (1, 16, 2048, None), (32, 16, 8192, "wide"),
+        (1, 5, 8192, None),
+    ],
+)  # fmt: skip
+def test_which_kernel_reads_a_batch(sequences: int, nodes: int, context: int, name: str | None) -> None:
+    table, rows = torch.zeros(sequences, 1, dtype=torch.int32), torch.zeros(sequences * nodes, dtype=torch.int64)
+    work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, GROUP, 8, DIM, context, True)
+    pages = pointers(one_block("int8"))
+    q, sizes = torch.zeros(1, 32, DIM, dtype=torch.bfloat16), {"G": 8, "PDL": True, "SOFTCAP": False, "WINDOW": 0}
+    found = [name for name, way in WAYS.items() if way.takes(q, pages, work, sizes)]
+    assert found[:1] == ([] if name is None else [name])
+    for other in ({"PDL": False}, {"SOFTCAP": True}, {"WINDOW": 512}):
+        assert not any(way.takes(q, pages, work, sizes | other) for way in WAYS.values())
+    assert not any(
+        way.takes(q[..., :64], pages, work, sizes) or way.takes(q.float(), pages, work, sizes) for way in WAYS.values()
+    )
+
+
+def one_block(kind: str) -> QuantizedPages:
+    """Pages of one block."""
+    how = FORMATS[kind].of_head_dim(DIM)
+    scales = torch.zeros(1, 16, 8, how.num_scales(DIM), dtype=SCALE_DTYPE)
+    return QuantizedPages(torch.zeros(1, 16, 8, how.code_width(DIM), dtype=torch.uint8), scales, how)
 
 
 @pytest.mark.gpu

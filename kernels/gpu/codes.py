@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from specdec.kernels.gpu.online import num_splits
 from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.gpu.unpack import pairs_assembly, scales_assembly, word_assembly
 from specdec.kernels.work import AttentionWork
@@ -425,7 +426,8 @@ class CodesKernel:
         warps: of a program.
         max_registers: of a thread.
         min_context: it is the faster one for contexts from this length on.
-        min_keys: and where tiles of nodes × key heads × the longest context are at least as much.
+        min_programs: and where it has as many programs,
+        min_keys: or the longest context × tiles of nodes × key heads is at least as much.
     """
 
     kernel: Any
@@ -433,6 +435,7 @@ class CodesKernel:
     warps: int
     max_registers: int
     min_context: int
+    min_programs: int = 0
     min_keys: int = 0
 
     def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
@@ -453,8 +456,9 @@ class CodesKernel:
             and not sizes["SOFTCAP"]
             and not sizes["WINDOW"]
         )
-        keys = len(work.tree_tiles) * int(sizes["G"]) * work.max_context
-        return bool(made_for) and work.max_context >= self.min_context and keys >= self.min_keys
+        heads = len(work.tree_tiles) * int(sizes["G"])
+        many = heads * num_splits(work.max_context) >= self.min_programs or heads * work.max_context >= self.min_keys
+        return bool(made_for) and work.max_context >= self.min_context and many
 
     def attend(
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,

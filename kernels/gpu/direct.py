@@ -180,6 +180,5 @@ def direct_kernel(
         store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
 
 
-DIRECT = CodesKernel(direct_kernel, ROWS.value, WARPS.value, max_registers=128, min_context=4096)
-"""In short contexts, whose splits are two tiles each, `chain_kernel` is ahead, which merges them itself
-(`benchmarks/results/direct_h200.json`, 1 to 32 sequences of 1,024 to 131,072 tokens)."""
+DIRECT = CodesKernel(direct_kernel, ROWS.value, WARPS.value, max_registers=128, min_context=1024)
+"""It is ahead of `chain_kernel` from there on, of 1 to 32 sequences (`benchmarks/results/direct_h200.json`)."""

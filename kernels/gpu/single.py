@@ -163,5 +163,14 @@ def single_kernel(
         store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
 
 
-SINGLE = CodesKernel(single_kernel, ROWS.value, WARPS.value, max_registers=224, min_context=4096, min_keys=1 << 20)
-"""Of fewer sequences the four warps of a `direct_kernel` read a tile faster than one does."""
+SINGLE = CodesKernel(
+    single_kernel,
+    ROWS.value,
+    WARPS.value,
+    max_registers=224,
+    min_context=1024,
+    min_programs=2048,
+    min_keys=1 << 20,
+)
+"""Of fewer sequences the four warps of a `direct_kernel` read a tile faster than one does
+(`benchmarks/results/direct_h200.json`)."""

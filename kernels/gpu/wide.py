@@ -245,5 +245,5 @@ def wide_kernel(
 
 
 WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096)
-"""In short contexts, whose splits are two tiles each, the other kernels are as fast or ahead
+"""In shorter contexts, whose splits are two tiles each, the other kernels are about as fast or ahead
 (`benchmarks/results/wide_h200.json`, 1 to 32 sequences of 1,024 to 131,072 tokens)."""
