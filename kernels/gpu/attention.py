@@ -27,9 +27,6 @@ from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 MERGED_ROWS = 16
 """Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
 
-MERGED_COLUMNS = 32
-"""Columns of a head that a program merges where splits are merged by a kernel of their own: many small programs wait
-for their loads at once."""
 MERGED_AT_ONCE = 128
 """Rows up to which sixteen of a program's loads are under way, not eight."""
 
@@ -170,12 +167,10 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
             BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not merges:
-        head_dim = call.q.shape[2]
-        columns = MERGED_COLUMNS if head_dim % MERGED_COLUMNS == 0 else triton.next_power_of_2(head_dim)
-        merge_kernel[(num_rows, call.num_kv_heads, triton.cdiv(head_dim, columns))](
-            call.out, *state, work.positions, work.ancestors, num_rows,
-            BLOCK_M=triton.next_power_of_2(call.q.shape[1] // call.num_kv_heads),
-            FOURS=4 if num_rows <= MERGED_AT_ONCE else 2, num_warps=1, **call.sizes | {"BLOCK_D": columns},
+        names = ("H", "D", "BLOCK_D", "TILE", "SMALL", "NUM", "LARGE", "PDL", "launch_pdl", "enable_fp_fusion")
+        merge_kernel[(num_rows, call.q.shape[1])](
+            call.out, *state, work.positions, work.ancestors, num_rows, FOURS=4 if num_rows <= MERGED_AT_ONCE else 2,
+            num_warps=1, **{name: call.sizes[name] for name in names},
         )  # fmt: skip
 
 

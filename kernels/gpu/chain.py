@@ -109,6 +109,45 @@ def chain_kernel(
                     tl.store(arrived_at, 0)  # for the next launch
 
 
+@triton.jit
+def _load_one(ptrs, step, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where a split ended for one row and head, so many steps behind: two numbers, and values [D]; else empty."""
+    d = tl.arange(0, BLOCK_D)
+    m = tl.load(ptrs[0] + step, mask=there, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(ptrs[1] + step, mask=there, other=0.0, cache_modifier=".cg")
+    return m, total, tl.load(ptrs[2] + step * D + d, mask=there & (d < D), other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_four(ptrs, first, stride, rest, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Four splits from the first on, of as many as there are."""
+    a = _load_one(ptrs, first * stride, first < rest, D, BLOCK_D)
+    b = _load_one(ptrs, (first + 1) * stride, first + 1 < rest, D, BLOCK_D)
+    c = _load_one(ptrs, (first + 2) * stride, first + 2 < rest, D, BLOCK_D)
+    return a, b, c, _load_one(ptrs, (first + 3) * stride, first + 3 < rest, D, BLOCK_D)
+
+
+@triton.jit
+def _behind(ptrs, step, D: tl.constexpr):
+    return ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
+
+
+@triton.jit
+def _merge_one(state, more):
+    """As `merge`, of one row and head."""
+    m, total, acc = state
+    m_next, total_next, acc_next = more
+    top = tl.maximum(m, m_next)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    a, b = tl.exp2(m - finite), tl.exp2(m_next - finite)
+    return top, total * a + total_next * b, acc * a + acc_next * b
+
+
+@triton.jit
+def _merge_four(state, four):
+    return _merge_one(_merge_one(_merge_one(_merge_one(state, four[0]), four[1]), four[2]), four[3])
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
     out_ptr,
@@ -119,9 +158,7 @@ def merge_kernel(
     ancestors_ptr,
     num_rows,
     H: tl.constexpr,
-    G: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     SMALL: tl.constexpr,
@@ -130,20 +167,35 @@ def merge_kernel(
     FOURS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All splits of BLOCK_D columns of one node.
+    """All splits of one node and head, in their order, with FOURS times four loads under way.
 
-    Only their states come from the kernel before, which has waited for all others.
+    Only their states come from the kernel before, which has waited for all others. A program of one warp takes a few
+    instructions a split, since maximum and sum of weights are two numbers: it waits for its loads, as many others do.
     """
-    GROUP: tl.constexpr = H // G
-    row_of, kv_head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_D
-    lane = tl.arange(0, BLOCK_M)
-    row, head, ok = row_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
-    position = tl.load(positions_ptr + row_of).to(tl.int32)
+    row, head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions_ptr + row).to(tl.int32)
     count = split_of(position // TILE, SMALL, NUM, LARGE) + 1
-    if tl.load(ancestors_ptr + row_of) == 0:
+    if tl.load(ancestors_ptr + row) == 0:
         count = 0
     wait_for_inputs(PDL)
-    _, total, acc = merge_splits(
-        m_ptr, total_ptr, acc_ptr + first, 0, count, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D, FOURS
-    )
-    store_out(out_ptr + first, row, head, ok, total, acc, H, D, BLOCK_D)
+    at, stride = row.to(tl.int64) * H + head, tl.cast(num_rows, tl.int64) * H
+    d = tl.arange(0, BLOCK_D)
+    zero = (row * 0).to(tl.float32)
+    state = zero + float("-inf"), zero, tl.zeros([BLOCK_D], tl.float32)
+    ptrs = m_ptr + at, total_ptr + at, acc_ptr + at * D
+    for split in range(0, count, 4 * FOURS):
+        a = _load_four(ptrs, 0, stride, count - split, D, BLOCK_D)
+        if FOURS >= 2:
+            b = _load_four(ptrs, 4, stride, count - split, D, BLOCK_D)
+        if FOURS >= 4:
+            c = _load_four(ptrs, 8, stride, count - split, D, BLOCK_D)
+            e = _load_four(ptrs, 12, stride, count - split, D, BLOCK_D)
+        state = _merge_four(state, a)
+        if FOURS >= 2:
+            state = _merge_four(state, b)
+        if FOURS >= 4:
+            state = _merge_four(_merge_four(state, c), e)
+        ptrs = _behind(ptrs, stride * (4 * FOURS), D)
+    _, total, acc = state
+    out = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)

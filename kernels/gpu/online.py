@@ -184,23 +184,17 @@ def store_state(
 @triton.jit
 def merge_splits(
     m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, FOURS: tl.constexpr = 1,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of splits `first` to `end` in their order, with FOURS times four loads under way."""
+    """Merge the states of splits `first` to `end` in their order, with four loads under way."""
     state = empty(BLOCK_M, BLOCK_D)
     ptrs = m_ptr, total_ptr, acc_ptr
-    for split in range(first, end, 4 * FOURS):
-        a = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
-        if FOURS >= 2:
-            b = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
-        if FOURS >= 4:
-            c = _four_states(ptrs, split + 8, end, num_rows, row, head, ok, H, D, BLOCK_D)
-            d = _four_states(ptrs, split + 12, end, num_rows, row, head, ok, H, D, BLOCK_D)
-        state = _merge_four(state, a)
-        if FOURS >= 2:
-            state = _merge_four(state, b)
-        if FOURS >= 4:
-            state = _merge_four(_merge_four(state, c), d)
+    for split in range(first, end, 4):
+        a, b, c, d = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
+        state = merge(state[0], state[1], state[2], a[0], a[1], a[2])
+        state = merge(state[0], state[1], state[2], b[0], b[1], b[2])
+        state = merge(state[0], state[1], state[2], c[0], c[1], c[2])
+        state = merge(state[0], state[1], state[2], d[0], d[1], d[2])
     return state
 
 
@@ -212,13 +206,3 @@ def _four_states(ptrs, split, end, num_rows, row, head, ok, H: tl.constexpr, D: 
     c = load_state(ptrs[0], ptrs[1], ptrs[2], split + 2, num_rows, row, head, ok & (split + 2 < end), H, D, BLOCK_D)
     d = load_state(ptrs[0], ptrs[1], ptrs[2], split + 3, num_rows, row, head, ok & (split + 3 < end), H, D, BLOCK_D)
     return a, b, c, d
-
-
-@triton.jit
-def _merge_four(state, four):
-    """Put four splits behind those before them."""
-    a, b, c, d = four
-    state = merge(state[0], state[1], state[2], a[0], a[1], a[2])
-    state = merge(state[0], state[1], state[2], b[0], b[1], b[2])
-    state = merge(state[0], state[1], state[2], c[0], c[1], c[2])
-    return merge(state[0], state[1], state[2], d[0], d[1], d[2])
