@@ -153,6 +153,29 @@ def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr)
 
 
 @gluon.jit
+def part_of(
+    tile, split, lane, reads, table_ptr, table_stride, GROUP: gl.constexpr, CHAINS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr,
+):  # fmt: skip
+    """What a split holds for a tile of nodes.
+
+    Returns:
+        Whether its state is asked for; its first tile, where those end that all rows see, and where all end; where
+        the block table starts, and its number of blocks; the last key that any row sees, and that of each.
+    """
+    position, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
+    first, to_tile = start_of(split, SMALL, NUM, LARGE), start_of(split + 1, SMALL, NUM, LARGE)
+    if CHAINS:
+        asked = first < end
+    else:  # whose own keys come behind the last of them
+        asked = first <= end
+    to_tile = gl.minimum(to_tile, end)
+    table_at = table_ptr + tile[0].to(gl.int64) * table_stride
+    tiles = first, gl.minimum(to_tile, whole), to_tile
+    return asked, tiles, (table_at, (last + BLOCK_SIZE) // BLOCK_SIZE), (last, position)
+
+
+@gluon.jit
 def query_rows(q_ptr, tile, head, lane, H: gl.constexpr, GROUP: gl.constexpr):
     """Where the queries of a tile's rows × grouped heads start, and which there are."""
     row = (tile[1] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
@@ -207,19 +230,20 @@ def stage_after(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def blocks_in(table_at, tile, num_blocks, layout: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The blocks of a tile, of the first `num_blocks` under a table: [blocks, 1, 1] int32, others 0."""
+def blocks_in(table, tile, layout: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The blocks of a tile, of those that a table has: [blocks, 1, 1] int32, others 0."""
+    table_at, num_blocks = table
     BLOCKS: gl.constexpr = KEY_TILE // BLOCK_SIZE
     at = tile * BLOCKS + along_dim(gl.arange(0, BLOCKS, only_dim(0, layout)), 0)
     return gl.load(table_at + at, mask=at < num_blocks, other=0)
 
 
 @gluon.jit
-def blocks_of(table_at, tile, num_blocks, pages, BLOCK_SIZE: gl.constexpr, WARPS: gl.constexpr):
+def blocks_of(table, tile, pages, BLOCK_SIZE: gl.constexpr, WARPS: gl.constexpr):
     """The blocks of a tile, as the copies of codes want them and as those of scales do."""
     W: gl.constexpr = row_scale_words(pages.kind, HEAD_DIM // pages.group)
-    codes = blocks_in(table_at, tile, num_blocks, codes_layout(code_words(pages.kind), WARPS), BLOCK_SIZE)
-    return codes, blocks_in(table_at, tile, num_blocks, scales_layout(W, BLOCK_SIZE, WARPS), BLOCK_SIZE)
+    codes = blocks_in(table, tile, codes_layout(code_words(pages.kind), WARPS), BLOCK_SIZE)
+    return codes, blocks_in(table, tile, scales_layout(W, BLOCK_SIZE, WARPS), BLOCK_SIZE)
 
 
 @gluon.jit

@@ -24,11 +24,10 @@ from specdec.kernels.gpu.codes import (
     keys_of,
     load_queries,
     only_seen,
+    part_of,
     program_of,
     room,
-    seen,
     stage_after,
-    start_of,
     store_state,
     take_words,
     values_of,
@@ -100,13 +99,13 @@ def _attend(
         state: maximum [ROWS], sum of weights [ROWS, n], weighted values [ROWS, HEAD_DIM], the blocks of the tile that
             is to be copied next, the stage of the first tile, and the one that is free.
         left: the queries, and room for a tile's weights.
-        right: the stages, where the table starts, its number of blocks, where the copies end, the last key that any row
-            sees, and that of each row.
+        right: the stages, the block table, where the copies end, and the last key that any row sees and that of each.
         MASKED: whether rows may see a part of a tile only.
     """
     m, total, acc, blocks, stage, free = state
     q_kept, p_kept = left
-    kept, table_at, num_blocks, to_tile, last, position = right
+    kept, table, to_tile, bounds = right
+    last, position = bounds
     ones = gl.full([KEY_TILE, 8 * WARPS], 1.0, gl.float16, _RIGHT)
     none = gl.zeros([ROWS, KEY_TILE], gl.float32, _SUM)
     factor = scale * 1.4426950408889634
@@ -116,7 +115,7 @@ def _attend(
         v_words, v_scales = take_words(kept[1], stage, _VALUES, v_pages)
         some = tile + (STAGES - 1) < to_tile
         fetch_both(kept, k_pages, v_pages, head, blocks, free, some, BLOCK_SIZE, G, WARPS)
-        blocks = blocks_of(table_at, tile + STAGES, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        blocks = blocks_of(table, tile + STAGES, k_pages, BLOCK_SIZE, WARPS)
         keys = _keys(k_words, k_scales, head, k_pages, G)
         s = mma_v2(q_kept.load(_LEFT), keys, none) * factor
         if MASKED:
@@ -146,19 +145,17 @@ def direct_kernel(
     tile, kv_head, split = program_of(tiles_ptr, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
-    position, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
-    from_tile, to_tile = start_of(split, SMALL, NUM, LARGE), start_of(split + 1, SMALL, NUM, LARGE)
-    if from_tile < end if CHAINS else from_tile <= end:
-        to_tile = gl.minimum(to_tile, end)
-        whole = gl.minimum(to_tile, whole)
-        num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
-        table_at = table_ptr + tile[0].to(gl.int64) * table_stride
+    asked, tiles, table, bounds = part_of(
+        tile, split, lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
+    )
+    if asked:
+        from_tile, whole, to_tile = tiles
         kept = room(STAGES, k_pages), room(STAGES, k_pages)
         for ahead in gl.static_range(STAGES - 1):
             at = from_tile + ahead
-            blocks = blocks_of(table_at, at, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+            blocks = blocks_of(table, at, k_pages, BLOCK_SIZE, WARPS)
             fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, at < to_tile, BLOCK_SIZE, G, WARPS)
-        blocks = blocks_of(table_at, from_tile + (STAGES - 1), num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        blocks = blocks_of(table, from_tile + (STAGES - 1), k_pages, BLOCK_SIZE, WARPS)
         q = load_queries(q_ptr, tile, kv_head, k_pages.kind, _LEFT, ROWS, H, GROUP)
         left = (
             gl.allocate_shared_memory(gl.float16, [ROWS, D], _KEPT_LEFT, q),
@@ -168,7 +165,7 @@ def direct_kernel(
         total = gl.zeros([ROWS, 8 * WARPS], gl.float32, _SUM)
         acc = gl.zeros([ROWS, D], gl.float32, _SUM)
         state = m, total, acc, blocks, from_tile * 0, from_tile * 0 + (STAGES - 1)
-        right = kept, table_at, num_blocks, to_tile, last, position
+        right = kept, table, to_tile, bounds
         state = _attend(from_tile, whole, state, left, right, k_pages, v_pages, kv_head, scale, False, G, BLOCK_SIZE)
         rest = gl.maximum(from_tile, whole)
         state = _attend(rest, to_tile, state, left, right, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)

@@ -20,10 +20,9 @@ from specdec.kernels.gpu.codes import (
     keys_of,
     load_queries,
     only_seen,
+    part_of,
     program_of,
     room,
-    seen,
-    start_of,
     store_state,
     take_words,
     values_of,
@@ -83,12 +82,13 @@ def _attend(
         state: maximum [ROWS], sum of weights [ROWS, 8], weighted values [ROWS, HEAD_DIM], and the blocks of the tile
             that is to be copied next.
         q: the queries.
-        right: room for a tile's keys, and for its values, where the table starts, its number of blocks, where the
-            copies end, the last key that any row sees, and that of each row.
+        right: room for a tile's keys, and for its values, the block table, where the copies end, and the last key that
+            any row sees and that of each.
         MASKED: whether rows may see a part of a tile only.
     """
     m, total, acc, blocks = state
-    k_kept, v_kept, table_at, num_blocks, to_tile, last, position = right
+    k_kept, v_kept, table, to_tile, bounds = right
+    last, position = bounds
     ones = gl.full([KEY_TILE, 8], 1.0, gl.float16, _RIGHT)
     none = gl.zeros([ROWS, KEY_TILE], gl.float32, _SUM)
     factor = scale * 1.4426950408889634
@@ -115,7 +115,7 @@ def _attend(
         acc = mma_v2(p, values, acc * keep[:, None])
         fetch_tile(v_kept, v_pages, head, blocks, 0, tile + 1 < to_tile, BLOCK_SIZE, G, WARPS)
         async_copy.commit_group()
-        blocks = blocks_of(table_at, tile + 2, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        blocks = blocks_of(table, tile + 2, k_pages, BLOCK_SIZE, WARPS)
     return m, total, acc, blocks
 
 
@@ -132,26 +132,24 @@ def single_kernel(
     tile, kv_head, split = program_of(tiles_ptr, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
-    position, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
-    from_tile, to_tile = start_of(split, SMALL, NUM, LARGE), start_of(split + 1, SMALL, NUM, LARGE)
-    if from_tile < end if CHAINS else from_tile <= end:
-        to_tile = gl.minimum(to_tile, end)
-        whole = gl.minimum(to_tile, whole)
-        num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
-        table_at = table_ptr + tile[0].to(gl.int64) * table_stride
+    asked, tiles, table, bounds = part_of(
+        tile, split, lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
+    )
+    if asked:
+        from_tile, whole, to_tile = tiles
         k_kept, v_kept = room(1, k_pages), room(1, k_pages)
-        blocks = blocks_of(table_at, from_tile, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        blocks = blocks_of(table, from_tile, k_pages, BLOCK_SIZE, WARPS)
         fetch_tile(k_kept, k_pages, kv_head, blocks, 0, from_tile < to_tile, BLOCK_SIZE, G, WARPS)
         async_copy.commit_group()
         fetch_tile(v_kept, v_pages, kv_head, blocks, 0, from_tile < to_tile, BLOCK_SIZE, G, WARPS)
         async_copy.commit_group()
-        blocks = blocks_of(table_at, from_tile + 1, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        blocks = blocks_of(table, from_tile + 1, k_pages, BLOCK_SIZE, WARPS)
         q = load_queries(q_ptr, tile, kv_head, k_pages.kind, _LEFT, ROWS, H, GROUP)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _SUM))
         total = gl.zeros([ROWS, 8], gl.float32, _SUM)
         acc = gl.zeros([ROWS, D], gl.float32, _SUM)
         state = m, total, acc, blocks
-        right = k_kept, v_kept, table_at, num_blocks, to_tile, last, position
+        right = k_kept, v_kept, table, to_tile, bounds
         state = _attend(from_tile, whole, state, q, right, k_pages, v_pages, kv_head, scale, False, G, BLOCK_SIZE)
         rest = gl.maximum(from_tile, whole)
         state = _attend(rest, to_tile, state, q, right, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)

@@ -24,12 +24,11 @@ from specdec.kernels.gpu.codes import (
     fetch_both,
     keys_of,
     only_seen,
+    part_of,
     program_of,
     query_rows,
     room,
-    seen,
     stage_after,
-    start_of,
     store_state,
     take_words,
     values_of,
@@ -122,19 +121,19 @@ def _attend(
         state: maximum [ROWS], sum of weights [ROWS, 8], weighted values [HEAD_DIM, ROWS], the blocks of the tile that
             is to be copied next, the stage of the first tile, and the values of its keys.
         right: the queries, room for a tile's weights, and ones.
-        left: the stages, where the table starts, its number of blocks, where the copies end, the last key that any row
-            sees, and that of each row.
+        left: the stages, the block table, where the copies end, and the last key that any row sees and that of each.
         MASKED: whether rows may see a part of a tile only.
     """
     m, total, acc, blocks, stage, keys = state
     q_kept, p_kept, ones, both_kept = right
-    kept, table_at, num_blocks, to_tile, last, position = left
+    kept, table, to_tile, bounds = left
+    last, position = bounds
     none = gl.zeros([KEY_TILE, ROWS], gl.float32, _SUM)
     factor = scale * 1.4426950408889634
     position = gl.convert_layout(position, gl.SliceLayout(0, _SUM))
     for tile in range(first, end):
         s = warpgroup_mma(keys, q_kept.permute((1, 0)), none, use_acc=False, is_async=True)
-        following = blocks_of(table_at, tile + (STAGES + 1), num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        following = blocks_of(table, tile + (STAGES + 1), k_pages, BLOCK_SIZE, WARPS)
         words, scales = take_words(kept[1], stage, _VALUES, v_pages)
         if MASKED:
             scales = only_seen(scales, tile, last)
@@ -202,19 +201,17 @@ def wide_kernel(
     tile, kv_head, split = program_of(tiles_ptr, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
-    position, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
-    from_tile, to_tile = start_of(split, SMALL, NUM, LARGE), start_of(split + 1, SMALL, NUM, LARGE)
-    if from_tile < end if CHAINS else from_tile <= end:
-        to_tile = gl.minimum(to_tile, end)
-        whole = gl.minimum(to_tile, whole)
-        num_blocks = (last + BLOCK_SIZE) // BLOCK_SIZE
-        table_at = table_ptr + tile[0].to(gl.int64) * table_stride
+    asked, tiles, table, bounds = part_of(
+        tile, split, lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
+    )
+    if asked:
+        from_tile, whole, to_tile = tiles
         kept = room(STAGES, k_pages), room(STAGES, k_pages)
         for ahead in gl.static_range(STAGES):
             at = from_tile + ahead
-            blocks = blocks_of(table_at, at, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+            blocks = blocks_of(table, at, k_pages, BLOCK_SIZE, WARPS)
             fetch_both(kept, k_pages, v_pages, kv_head, blocks, ahead, at < to_tile, BLOCK_SIZE, G, WARPS)
-        blocks = blocks_of(table_at, from_tile + STAGES, num_blocks, k_pages, BLOCK_SIZE, WARPS)
+        blocks = blocks_of(table, from_tile + STAGES, k_pages, BLOCK_SIZE, WARPS)
         q = _queries(q_ptr, tile, kv_head, k_pages.kind, H, GROUP)
         right = (
             gl.allocate_shared_memory(gl.float16, [ROWS, D], _KEPT, q),
@@ -231,7 +228,7 @@ def wide_kernel(
         async_copy.wait_group(STAGES - 1)
         stage = from_tile * 0
         state = m, total, acc, blocks, stage, _next_keys(kept[0], stage, k_pages, kv_head, G)
-        left = kept, table_at, num_blocks, to_tile, last, position
+        left = kept, table, to_tile, bounds
         state = _attend(from_tile, whole, state, right, left, k_pages, v_pages, kv_head, scale, False, G, BLOCK_SIZE)
         rest = gl.maximum(from_tile, whole)
         state = _attend(rest, to_tile, state, right, left, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)
