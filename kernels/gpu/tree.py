@@ -119,6 +119,16 @@ def _load_path(
     return k, v, see
 
 
+@triton.jit
+def _repeated(x, ROWS: tl.constexpr):
+    """Rows over and over again, until there are as many."""
+    TIMES: tl.constexpr = ROWS // x.shape[0]
+    if len(x.shape) == 1:
+        return tl.reshape(tl.broadcast_to(x[None, :], [TIMES, x.shape[0]]), [ROWS])
+    else:
+        return tl.reshape(tl.broadcast_to(x[None, :, :], [TIMES, x.shape[0], x.shape[1]]), [ROWS, x.shape[1]])
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_nodes"])
 def tail_kernel(
     q_ptr,
@@ -180,9 +190,13 @@ def tail_kernel(
     first_split = last_split * 0
     if WINDOW > 0:
         first_split = tl.minimum(split_of(tl.maximum(position - WINDOW + 1, 0) // TILE, SMALL, NUM, LARGE), last_split)
+    FEW: tl.constexpr = triton.next_power_of_2(GROUP)  # rows that are the node's own
+    of = tl.arange(0, FEW)
     m, total, acc = merge_splits(
-        m_ptr, total_ptr, acc_ptr, first_split, last_split, num_nodes, node, head, live, H, D, BLOCK_M, BLOCK_D
-    )
+        m_ptr, total_ptr, acc_ptr, first_split, last_split, num_nodes, node_of + of * 0, kv_head * GROUP + of,
+        (of < GROUP) & (ancestors != 0), H, D, FEW, BLOCK_D,
+    )  # fmt: skip
+    m, total, acc = _repeated(m, BLOCK_M), _repeated(total, BLOCK_M), _repeated(acc, BLOCK_M)
     m_of, total_of, acc_of = weigh(m_of, total_of, acc_of, s, v)
     for tile in range(shared + 1, position // TILE + 1):
         if start_of(split_of(tile, SMALL, NUM, LARGE), SMALL, NUM, LARGE) == tile:
