@@ -62,7 +62,7 @@ class Value:
 def _operator(name: str, do: Callable[[Any, Any], Any]) -> None:
     setattr(
         Value,
-        f"__{name.rstrip('_')}__",
+        f"__{name}__",
         lambda self, other: NotImplemented if _is_pointer(other) else _apply(do, self, other),
     )
     if name in ("add", "sub", "mul"):
@@ -81,7 +81,7 @@ def _is_pointer(x: Any) -> bool:
     return isinstance(x, Pointer)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "lt", "le", "gt", "ge", "eq", "ne", "and_"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne"):
     _operator(_name, getattr(operator, _name))
 
 
@@ -198,23 +198,13 @@ class Language:
     def arange(self, start: int, end: int, layout: Any = None) -> Value:
         return Value(torch.arange(start, end, dtype=torch.int32))
 
-    def load(self, at: Pointer, mask: Any = True, other: Any = None, cache_modifier: str = "") -> Value:
+    def load(self, at: Pointer, mask: Any = True, other: Any = None) -> Value:
         return Value(at.read(torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape), other))
 
-    def store(self, at: Pointer, value: Any, mask: Any = True) -> None:
+    def store(self, at: Pointer, value: Value, mask: Any = True) -> None:
         flat = at.flat()
         there = torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape)
-        flat[_inside(at.at[there], flat)] = torch.as_tensor(_plain(value))[there].to(flat.dtype)
-
-    def atomic_add(self, at: Pointer, value: int, sem: str) -> Value:
-        before = self.load(at)
-        self.store(at, before + value)
-        return before
-
-    def thread_barrier(self) -> None: ...
-
-    def static_assert(self, condition: bool) -> None:
-        assert condition
+        flat[_inside(at.at[there], flat)] = value.tensor[there].to(flat.dtype)
 
     def allocate_shared_memory(
         self, dtype: str, shape: Sequence[int], layout: Any, value: Value | None = None

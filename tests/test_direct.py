@@ -48,7 +48,8 @@ WIDER = [
     ("int4", 32, 64, 3, 16),
 ]
 """Format, group size, block size, key heads, nodes."""
-CASES = [(name, *shape) for name in WAYS for shape in (WIDER if name == "wide" else NARROW)]
+Shape = tuple[str, int | None, int, int, int]
+CASES = [(name, shape) for name in WAYS for shape in (WIDER if name == "wide" else NARROW)]
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,9 @@ class Batch:
         return m, p.sum(1), torch.einsum("hn,nhd->hd", p, v)
 
 
-def make_batch(
-    kind: str, group: int | None, block_size: int, kv_heads: int, nodes: int, contexts: list[int], *, chains: bool
-) -> Batch:
+def make_batch(shape: Shape, contexts: list[int], *, chains: bool) -> Batch:
     """Random queries, and values of many sizes; slots that aren't in use hold all bits, and scales that are NaN."""
+    kind, group, block_size, kv_heads, nodes = shape
     lengths = [n + nodes for n in contexts]
     counts = [-(-n // block_size) for n in lengths]
     tables = torch.randperm(sum(counts)).split(counts)
@@ -83,10 +83,10 @@ def make_batch(
         for blocks, n in zip(tables, lengths, strict=True)
     ]
     how = FORMATS[kind].of_head_dim(DIM, group)
-    shape, used, pages = (sum(counts), block_size, kv_heads), torch.cat(slots), []
+    size, used, pages = (sum(counts), block_size, kv_heads), torch.cat(slots), []
     for _ in range(2):
-        codes = torch.full((*shape, how.code_width(DIM)), 0xFF, dtype=torch.uint8, device=DEVICE)
-        scales = torch.full((*shape, how.num_scales(DIM)), torch.nan, dtype=SCALE_DTYPE, device=DEVICE)
+        codes = torch.full((*size, how.code_width(DIM)), 0xFF, dtype=torch.uint8, device=DEVICE)
+        scales = torch.full((*size, how.num_scales(DIM)), torch.nan, dtype=SCALE_DTYPE, device=DEVICE)
         pages.append(QuantizedPages(codes, scales, how))
         store(pages[-1], used, (torch.randn(len(used), kv_heads, DIM) * torch.randn(len(used), 1, 1).exp()).to(DEVICE))
     table = torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True, padding_value=2**30).int().to(DEVICE)
@@ -101,19 +101,11 @@ def make_batch(
 
 @pytest.mark.skipif(ON_GPU, reason="the next test is for it")
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize(("name", "kind", "group", "block_size", "kv_heads", "nodes"), CASES)
-def test_states_of_splits(
-    name: str,
-    kind: str,
-    group: int | None,
-    block_size: int,
-    kv_heads: int,
-    nodes: int,
-    chains: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
+def test_states_of_splits(name: str, shape: Shape, chains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     contexts, way = [200, 63, 0, 128, 450], WAYS[name]
-    b = make_batch(kind, group, block_size, kv_heads, nodes, contexts, chains=chains)
+    b = make_batch(shape, contexts, chains=chains)
+    _, _, block_size, kv_heads, nodes = shape
     splits = num_splits(max(contexts) + nodes)
     m, total = (torch.full((splits, len(b.q), kv_heads * GROUP), torch.nan) for _ in range(2))
     acc = torch.full((*m.shape, DIM), torch.nan)
@@ -179,18 +171,11 @@ def one_block(kind: str) -> QuantizedPages:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize(("name", "kind", "group", "block_size", "kv_heads", "nodes"), CASES)
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
 def test_bits_are_those_of_the_kernels_that_keep_values(
-    name: str,
-    kind: str,
-    group: int | None,
-    block_size: int,
-    kv_heads: int,
-    nodes: int,
-    chains: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, shape: Shape, chains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    b = make_batch(kind, group, block_size, kv_heads, nodes, [200, 63, 0, 128, 5000, 2048], chains=chains)
+    b = make_batch(shape, [200, 63, 0, 128, 5000, 2048], chains=chains)
     with monkeypatch.context() as none:
         for way in WAYS.values():
             none.setattr(way, "takes", lambda *args: False)
@@ -209,7 +194,7 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
 def test_chains_whose_splits_are_merged(
     name: str, nodes: int, contexts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    b = make_batch("int8", 64, 16, 2, nodes, contexts, chains=True)
+    b = make_batch(("int8", 64, 16, 2, nodes), contexts, chains=True)
     way = WAYS[name]
     only(way, monkeypatch)
     monkeypatch.setattr(way, "takes", lambda *args: True)

@@ -89,6 +89,18 @@ def test_values_are_off_by_at_most_half_a_step(name: str, dim: int, group: int |
     assert not bool(got[1].any())
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_small_values_lose_bits_with_their_scales(name: str) -> None:
+    """What docs/limits.md says of values around 1e-5 and 1e-6."""
+    how, errors = FORMATS[name].of_head_dim(64), {}
+    x = torch.randn(200, 1, 64, generator=torch.Generator().manual_seed(0))
+    for size in (1.0, 1e-4, 1e-5, 1e-6):
+        pages = QuantizedPages(*(part[None] for part in quantize(x * size, how)), how)
+        errors[size] = float((load(pages, slice(None), x.dtype) / size - x).norm() / x.norm())
+    assert errors[1e-4] < 1.1 * errors[1.0] and errors[1e-5] < 4 * errors[1.0]
+    assert (errors[1e-6] > 0.5) == (name in ("int8", "fp8_e4m3")), "hardly anything is left"
+
+
 @pytest.mark.parametrize(("name", "dim", "group"), CASES)
 def test_what_is_stored_for_a_token_never_depends_on_another(name: str, dim: int, group: int | None) -> None:
     how = FORMATS[name].of_head_dim(dim, group)

@@ -167,10 +167,10 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
             BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not merges:
-        names = ("H", "D", "BLOCK_D", "TILE", "SMALL", "NUM", "LARGE", "PDL", "launch_pdl", "enable_fp_fusion")
+        sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, call.q.shape[1])](
-            call.out, *state, work.positions, work.ancestors, num_rows, FOURS=4 if num_rows <= MERGED_AT_ONCE else 2,
-            num_warps=1, **{name: call.sizes[name] for name in names},
+            call.out, *state, work.positions, work.ancestors, num_rows, SIXTEEN=num_rows <= MERGED_AT_ONCE, num_warps=1,
+            **sizes,
         )  # fmt: skip
 
 

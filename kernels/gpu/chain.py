@@ -10,6 +10,7 @@ import triton.language as tl
 
 from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
+    both_worth,
     empty,
     load_kv,
     load_q,
@@ -128,24 +129,15 @@ def _load_four(ptrs, first, stride, rest, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def _behind(ptrs, step, D: tl.constexpr):
-    return ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
-
-
-@triton.jit
-def _merge_one(state, more):
-    """As `merge`, of one row and head."""
-    m, total, acc = state
-    m_next, total_next, acc_next = more
-    top = tl.maximum(m, m_next)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    a, b = tl.exp2(m - finite), tl.exp2(m_next - finite)
-    return top, total * a + total_next * b, acc * a + acc_next * b
-
-
-@triton.jit
 def _merge_four(state, four):
-    return _merge_one(_merge_one(_merge_one(_merge_one(state, four[0]), four[1]), four[2]), four[3])
+    """Put four splits behind those before them, as `merge` does, for one row and head."""
+    m, total, acc = state
+    for i in tl.static_range(4):
+        m_next, total_next, acc_next = four[i]
+        m, a, b = both_worth(m, m_next)
+        total = total * a + total_next * b
+        acc = acc * a + acc_next * b
+    return m, total, acc
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -164,10 +156,10 @@ def merge_kernel(
     SMALL: tl.constexpr,
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
-    FOURS: tl.constexpr,
+    SIXTEEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All splits of one node and head, in their order, with FOURS times four loads under way.
+    """All splits of one node and head, in their order, with eight loads under way, or sixteen.
 
     Only their states come from the kernel before, which has waited for all others. A program of one warp takes a few
     instructions a split, since maximum and sum of weights are two numbers: it waits for its loads, as many others do.
@@ -183,19 +175,18 @@ def merge_kernel(
     zero = (row * 0).to(tl.float32)
     state = zero + float("-inf"), zero, tl.zeros([BLOCK_D], tl.float32)
     ptrs = m_ptr + at, total_ptr + at, acc_ptr + at * D
-    for split in range(0, count, 4 * FOURS):
+    AT_ONCE: tl.constexpr = 16 if SIXTEEN else 8
+    for split in range(0, count, AT_ONCE):
         a = _load_four(ptrs, 0, stride, count - split, D, BLOCK_D)
-        if FOURS >= 2:
-            b = _load_four(ptrs, 4, stride, count - split, D, BLOCK_D)
-        if FOURS >= 4:
+        b = _load_four(ptrs, 4, stride, count - split, D, BLOCK_D)
+        if SIXTEEN:
             c = _load_four(ptrs, 8, stride, count - split, D, BLOCK_D)
             e = _load_four(ptrs, 12, stride, count - split, D, BLOCK_D)
-        state = _merge_four(state, a)
-        if FOURS >= 2:
-            state = _merge_four(state, b)
-        if FOURS >= 4:
+        state = _merge_four(_merge_four(state, a), b)
+        if SIXTEEN:
             state = _merge_four(_merge_four(state, c), e)
-        ptrs = _behind(ptrs, stride * (4 * FOURS), D)
+        step = stride * AT_ONCE
+        ptrs = ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
     _, total, acc = state
     out = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)

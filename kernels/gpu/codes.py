@@ -391,6 +391,14 @@ def keys_of(words, scales, head, pages, G: gl.constexpr):
 
 
 @gluon.jit
+def right_keys(words, scales, head, pages, layout: gl.constexpr, G: gl.constexpr):
+    """The same as right operand, in the order of `load_queries`: [HEAD_DIM, KEY_TILE]."""
+    x = gl.reshape(keys_of(words, scales, head, pages, G), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
+    x = gl.reshape(gl.permute(x, (1, 4, 2, 3, 0)), [HEAD_DIM, KEY_TILE])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
 def _of_pairs(x):
     """What is of a tile's even keys, and of its odd ones."""
     return gl.split(gl.permute(gl.reshape(x, [KEY_TILE // 2, 2, x.shape[1]]), (0, 2, 1)))
@@ -416,6 +424,14 @@ def values_of(words, scales, head, pages, G: gl.constexpr):
     )  # fmt: skip
     x = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h)))
     return gl.reshape(x, [KEY_TILE // 2, HEAD_DIM // 4, 2, 2, 2])
+
+
+@gluon.jit
+def new_maximum(m, tops):
+    """The maximum of each row with a tile's; the same but finite; and what earlier keys are worth beside it."""
+    top = gl.maximum(m, tops)
+    finite = gl.where(top == float("-inf"), 0.0, top)
+    return top, finite, gl.exp2(m - finite)
 
 
 @gluon.jit

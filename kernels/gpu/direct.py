@@ -21,11 +21,12 @@ from specdec.kernels.gpu.codes import (
     CodesKernel,
     blocks_of,
     fetch_both,
-    keys_of,
     load_queries,
+    new_maximum,
     only_seen,
     part_of,
     program_of,
+    right_keys,
     room,
     stage_after,
     store_state,
@@ -64,14 +65,6 @@ _OUT = gl.constexpr(
 
 
 @gluon.jit
-def _keys(words, scales, head, pages, G: gl.constexpr):
-    """[HEAD_DIM, KEY_TILE] fp16, the values of a key in the order of `load_queries`."""
-    x = gl.reshape(keys_of(words, scales, head, pages, G), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
-    x = gl.reshape(gl.permute(x, (1, 4, 2, 3, 0)), [HEAD_DIM, KEY_TILE])
-    return gl.convert_layout(x, _RIGHT, assert_trivial=True)
-
-
-@gluon.jit
 def _values(words, scales, head, pages, G: gl.constexpr):
     """[KEY_TILE, HEAD_DIM] fp16, the columns in the order 0, 4, …, 124, 1, 5, …."""
     x = gl.permute(values_of(words, scales, head, pages, G), (0, 2, 3, 4, 1))
@@ -81,10 +74,9 @@ def _values(words, scales, head, pages, G: gl.constexpr):
 @gluon.jit
 def _weights(kept, s, m):
     """Weights of a tile's keys as a product takes them, what earlier ones are worth beside them, the new maximum."""
-    top = gl.maximum(m, gl.max(s, 1))
-    finite = gl.where(top == float("-inf"), 0.0, top)
+    top, finite, keep = new_maximum(m, gl.max(s, 1))
     kept.store(gl.exp2(s - finite[:, None]).to(gl.float16))
-    return kept.load(_LEFT), gl.exp2(m - finite), top
+    return kept.load(_LEFT), keep, top
 
 
 @gluon.jit
@@ -116,7 +108,7 @@ def _attend(
         some = tile + (STAGES - 1) < to_tile
         fetch_both(kept, k_pages, v_pages, head, blocks, free, some, BLOCK_SIZE, G, WARPS)
         blocks = blocks_of(table, tile + STAGES, k_pages, BLOCK_SIZE, WARPS)
-        keys = _keys(k_words, k_scales, head, k_pages, G)
+        keys = right_keys(k_words, k_scales, head, k_pages, _RIGHT, G)
         s = mma_v2(q_kept.load(_LEFT), keys, none) * factor
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, _SUM))

@@ -92,11 +92,17 @@ def update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr, M
 
 
 @triton.jit
-def merge(m, total, acc, m_next, total_next, acc_next):
-    """Put a split behind those before it."""
+def both_worth(m, m_next):
+    """The maximum of two splits, and what either is worth beside the other."""
     top = tl.maximum(m, m_next)
     finite = tl.where(top == float("-inf"), 0.0, top)
-    a, b = tl.exp2(m - finite), tl.exp2(m_next - finite)
+    return top, tl.exp2(m - finite), tl.exp2(m_next - finite)
+
+
+@triton.jit
+def merge(m, total, acc, m_next, total_next, acc_next):
+    """Put a split behind those before it."""
+    top, a, b = both_worth(m, m_next)
     total = total * a[:, None] + total_next * b[:, None]
     acc = acc * a[:, None] + acc_next * b[:, None]
     return top, total, acc

@@ -17,11 +17,12 @@ from specdec.kernels.gpu.codes import (
     CodesKernel,
     blocks_of,
     fetch_tile,
-    keys_of,
     load_queries,
+    new_maximum,
     only_seen,
     part_of,
     program_of,
+    right_keys,
     room,
     store_state,
     take_words,
@@ -52,14 +53,6 @@ _OUT = gl.constexpr(
     )
 )  # fmt: skip
 """What a thread has of values, in their own order: 32 next to each other."""
-
-
-@gluon.jit
-def _keys(words, scales, head, pages, G: gl.constexpr):
-    """[HEAD_DIM, KEY_TILE] fp16, the values of a key in the order of `load_queries`."""
-    x = gl.reshape(keys_of(words, scales, head, pages, G), [KEY_TILE, HEAD_DIM // 16, 4, 2, 2])
-    x = gl.reshape(gl.permute(x, (1, 4, 2, 3, 0)), [HEAD_DIM, KEY_TILE])
-    return gl.convert_layout(x, _RIGHT, assert_trivial=True)
 
 
 @gluon.jit
@@ -95,17 +88,14 @@ def _attend(
     for tile in range(first, end):
         async_copy.wait_group(1)
         words, scales = take_words(k_kept, 0, _KEYS, k_pages)
-        s = mma_v2(q, _keys(words, scales, head, k_pages, G), none) * factor
+        s = mma_v2(q, right_keys(words, scales, head, k_pages, _RIGHT, G), none) * factor
         fetch_tile(k_kept, k_pages, head, blocks, 0, tile + 1 < to_tile, BLOCK_SIZE, G, WARPS)
         async_copy.commit_group()
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, _SUM))
             s = gl.where(key[None, :] <= (position - tile * KEY_TILE)[:, None], s, float("-inf"))
-        top = gl.maximum(m, gl.max(s, 1))
-        finite = gl.where(top == float("-inf"), 0.0, top)
+        m, finite, keep = new_maximum(m, gl.max(s, 1))
         p = gl.convert_layout(gl.exp2(s - finite[:, None]).to(gl.float16), _LEFT, assert_trivial=True)
-        keep = gl.exp2(m - finite)
-        m = top
         async_copy.wait_group(1)
         words, scales = take_words(v_kept, 0, _VALUES, v_pages)
         if MASKED:

@@ -23,6 +23,7 @@ from specdec.kernels.gpu.codes import (
     blocks_of,
     fetch_both,
     keys_of,
+    new_maximum,
     only_seen,
     part_of,
     program_of,
@@ -133,6 +134,7 @@ def _attend(
     position = gl.convert_layout(position, gl.SliceLayout(0, _SUM))
     for tile in range(first, end):
         s = warpgroup_mma(keys, q_kept.permute((1, 0)), none, use_acc=False, is_async=True)
+        # Asked for early: the compiler wants them at the end of this tile.
         following = blocks_of(table, tile + (STAGES + 1), k_pages, BLOCK_SIZE, WARPS)
         words, scales = take_words(kept[1], stage, _VALUES, v_pages)
         if MASKED:
@@ -146,10 +148,7 @@ def _attend(
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _SUM))
             s = gl.where((key + tile * KEY_TILE)[:, None] <= position[None, :], s, float("-inf"))
-        top = gl.maximum(m, _tops(s))
-        finite = gl.where(top == float("-inf"), 0.0, top)
-        keep = gl.exp2(m - finite)
-        m = top
+        m, finite, keep = new_maximum(m, _tops(s))
         both_kept.store(gl.join(finite, keep))
         finite, of_acc = gl.split(both_kept.load(_BOTH))
         finite = gl.convert_layout(finite, gl.SliceLayout(0, _SUM), assert_trivial=True)
