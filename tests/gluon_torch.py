@@ -62,7 +62,7 @@ class Value:
 def _operator(name: str, do: Callable[[Any, Any], Any]) -> None:
     setattr(
         Value,
-        f"__{name}__",
+        f"__{name.strip('_')}__",
         lambda self, other: NotImplemented if _is_pointer(other) else _apply(do, self, other),
     )
     if name in ("add", "sub", "mul"):
@@ -81,7 +81,7 @@ def _is_pointer(x: Any) -> bool:
     return isinstance(x, Pointer)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "or_"):
     _operator(_name, getattr(operator, _name))
 
 
@@ -265,6 +265,9 @@ class Language:
 
     def static_range(self, count: int) -> range:
         return range(count)
+
+    def static_assert(self, condition: bool, message: str) -> None:
+        assert condition, message
 
     def inline_asm_elementwise(
         self,

@@ -6,8 +6,9 @@ import torch
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.attention import tree_attention as reference
 from specdec.kernels.formats import FORMATS, Pages, QuantizedPages, load, quantize
+from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.attention import tree_attention
-from specdec.kernels.gpu.online import num_splits
+from specdec.kernels.gpu.online import num_parts, num_splits
 from specdec.kernels.work import AttentionWork, uniform_work
 from specdec.verifier.tree import chain_parents
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
@@ -175,7 +176,32 @@ def test_chains_over_blocks_and_tiles_of_any_size(dim: int, block: int) -> None:
 
 
 def test_splits_cover_every_length() -> None:
-    assert [num_splits(n) for n in (1, 128, 129, 2048, 2049, 3072, 3073)] == [1, 1, 2, 16, 17, 17, 18]
+    lengths = (1, 128, 129, 2048, 2049, 3072, 3073)
+    assert [num_splits(n) for n in lengths] == [num_parts(n, 1) for n in lengths] == [1, 1, 2, 16, 17, 17, 18]
+    assert [num_parts(n, 16) for n in lengths] == [2, 2, 2, 2, 2, 2, 3], "a tree's last split is a part of its own"
+
+
+@pytest.mark.parametrize("chains", [True, False])
+@pytest.mark.parametrize("splits", [2, 3])
+def test_a_program_of_many_splits_gives_the_same_bits(
+    chains: bool, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts end before, at and behind the splits that it takes, and padding sees nothing."""
+    nodes = 7
+    meta, keys = build([(n, 0, chain_parents(nodes)) for n in (0, 127, 128, 300, 390, 700)], device=DEVICE)
+    meta.ancestors[-2:] = 0
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 2, 32, torch.float16, keys)
+    q = torch.randn(6 * nodes, 6, 32, device=DEVICE).half()
+    work = chain_work(meta, 3, 2, 32) if chains else meta
+    found = []
+    monkeypatch.setattr(attention, "MANY_SPLITS", splits)
+    for many_keys in (1 << 40, 0):
+        monkeypatch.setattr(attention, "MANY_KEYS", many_keys)
+        found.append(tree_attention(q, k, v, work, scale=0.2))
+    assert torch.equal(*found)
+    want = wide(meta, q, k, v, scale=0.2)
+    want[-2:] = 0
+    assert_close(found[1], want)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter's products are a BLAS library's, whose bits depend on the size")

@@ -14,7 +14,7 @@ from specdec.kernels.formats import FORMATS, SCALE_DTYPE, KVFormat, QuantizedPag
 from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE, CodesKernel
 from specdec.kernels.gpu.direct import DIRECT
-from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_splits
+from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_parts, num_splits
 from specdec.kernels.gpu.pages import pointers
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.unpack import pairs_assembly, scales_assembly, word_assembly
@@ -101,34 +101,53 @@ def make_batch(shape: Shape, contexts: list[int], *, chains: bool) -> Batch:
 
 @pytest.mark.skipif(ON_GPU, reason="the next test is for it")
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
-def test_states_of_splits(name: str, shape: Shape, chains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    contexts, way = [200, 63, 0, 128, 450], WAYS[name]
+@pytest.mark.parametrize(
+    ("name", "shape", "first"),
+    [*((*case, 1) for case in CASES), *(("wide", shape, 3) for shape in (WIDER[0], WIDER[2]))],
+    ids=str,
+)
+def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts, way = [200, 63, 0, 128, 450, 700], WAYS[name]
     b = make_batch(shape, contexts, chains=chains)
     _, _, block_size, kv_heads, nodes = shape
-    splits = num_splits(max(contexts) + nodes)
-    m, total = (torch.full((splits, len(b.q), kv_heads * GROUP), torch.nan) for _ in range(2))
+    parts = num_parts(max(contexts) + nodes, first)
+    m, total = (torch.full((parts, len(b.q), kv_heads * GROUP), torch.nan) for _ in range(2))
     acc = torch.full((*m.shape, DIM), torch.nan)
     sizes = {"H": kv_heads * GROUP, "G": kv_heads, "BLOCK_SIZE": block_size, "SMALL": SMALL_SPLIT // TILE}
     sizes |= {"NUM": NUM_SMALL, "LARGE": LARGE_SPLIT // TILE, "PDL": False}
     monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
     pages = [pointers(side) for side in b.pages]
-    way.attend(b.q, pages, (m, total, acc), b.work, SCALE, splits, sizes)
+    way.attend(b.q, pages, (m, total, acc), b.work, SCALE, parts, first, sizes)
     assert way.rows == b.work.tree_block and way.kernel.launched
     checked = 0
     for row in range(len(b.q) - 1):  # nobody reads the state of the padding behind them
         sequence, node = divmod(row, nodes)
         context = contexts[sequence]
-        seen, read = (context + node + 1,) * 2 if chains else (context // TILE * TILE, context // TILE * TILE + 1)
-        for split in range(-(-read // SMALL_SPLIT)):
-            at, first = (split, row), split * SMALL_SPLIT
-            want_m, want_total, want_acc = b.attended(row, first, min(first + SMALL_SPLIT, seen))
+        seen = context + node + 1 if chains else context // TILE * TILE
+        for part, splits in parts_of(seen, first, chains=chains):
+            at = part, row
+            want_m, want_total, want_acc = b.attended(
+                row, splits.start * SMALL_SPLIT, min(splits.stop * SMALL_SPLIT, seen)
+            )
             torch.testing.assert_close(m[at], want_m, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(total[at], want_total, rtol=1e-2, atol=0)
             weight = want_total.clamp(min=1)[:, None]
             torch.testing.assert_close(acc[at] / weight, want_acc / weight, rtol=1e-2, atol=1e-2)
             checked += 1
     assert checked >= 20
+
+
+def parts_of(seen: int, first: int, *, chains: bool) -> list[tuple[int, range]]:
+    """Where the states of so many keys are, and the small splits that each is of; a tree's last one is alone."""
+    if chains:
+        count = num_splits(seen)
+        whole = count
+    else:
+        whole = seen // SMALL_SPLIT
+        count = whole + 1
+    found = [(0, range(min(first, whole)))] if whole else []
+    found += [(split - first + 1, range(split, split + 1)) for split in range(first, whole)]
+    return found if chains else [*found, (whole if first == 1 else max(1, count - first), range(whole, count))]
 
 
 def only(way: CodesKernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +202,8 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
     way, launched = WAYS[name], []
     only(way, monkeypatch)
     monkeypatch.setattr(way, "attend", lambda *args, attend=way.attend: launched.append(attend(*args)))
-    for _ in range(2):  # what counts the programs that are done begins anew
+    for many_keys in (1 << 40, 0):  # and what counts the programs that are done begins anew
+        monkeypatch.setattr(attention, "MANY_KEYS", many_keys)
         assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
     assert len(launched) == 2, "all were of the same kernel"
 
@@ -199,7 +219,9 @@ def test_chains_whose_splits_are_merged(
     only(way, monkeypatch)
     monkeypatch.setattr(way, "takes", lambda *args: True)
     monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
-    for _ in range(2):
+    monkeypatch.setattr(attention, "MANY_SPLITS", 3)
+    for many_keys in (1 << 40, 0):
+        monkeypatch.setattr(attention, "MANY_KEYS", many_keys)
         got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
         for row in range(len(b.q) - 1):
             _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)

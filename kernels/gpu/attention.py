@@ -17,7 +17,7 @@ from specdec.kernels.gpu.chunk import chunk_kernel
 from specdec.kernels.gpu.codes import CodesKernel
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.launch import overlap
-from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, key_tile, num_splits
+from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, key_tile, num_parts
 from specdec.kernels.gpu.pages import PagePointers, pointers
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
@@ -28,7 +28,12 @@ MERGED_ROWS = 16
 """Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
 
 MERGED_AT_ONCE = 128
-"""Rows up to which sixteen of a program's loads are under way, not eight."""
+"""Rows up to which sixteen of a program's loads are under way, not eight, and a program merges one head's states."""
+
+MANY_KEYS = 1 << 20
+MANY_SPLITS = NUM_SMALL
+"""Tiles × key heads × the longest context from which on a program takes so many splits of a wide tile, the first ones,
+and merges them itself: other programs are enough to put every multiprocessor to work."""
 
 MAX_REGISTERS = {16: 128, 64: 168}
 """By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
@@ -70,6 +75,13 @@ class _Call:
     def group_block(self) -> int:
         """Rows of a tile that holds one row's grouped heads."""
         return tile_block(1, self.q.shape[1] // self.num_kv_heads, MIN_BLOCK)
+
+    @property
+    def first(self) -> int:
+        """Splits that the first part of a context takes."""
+        work = self.work
+        many = len(work.tree_tiles) * self.num_kv_heads * work.max_context >= MANY_KEYS
+        return MANY_SPLITS if many and work.tree_block > MIN_BLOCK and not self.shape["WINDOW"] else 1
 
 
 def tree_attention(
@@ -137,47 +149,49 @@ def _run_chunks(call: _Call) -> None:
 
 def _run_trees(call: _Call) -> None:
     work, table, num_nodes = call.work, call.work.block_table, len(call.work.tree_rows)
-    state, splits = _states(call)
+    state, parts = _states(call)
     if (way := call.of_codes) is not None:
-        way.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
+        way.attend(call.q, call.pages, state, work, call.factors[0], parts, call.first, call.shape)
     else:
-        context_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
+        context_kernel[(len(work.tree_tiles), call.num_kv_heads, parts)](
             call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
-            num_nodes, *call.factors, BLOCK_M=work.tree_block, **call.options, **call.shape,
+            num_nodes, *call.factors, FIRST=call.first, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     programs = num_nodes * call.num_kv_heads
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
-        work.positions, work.ancestors, table.stride(0), num_nodes, *call.factors, BLOCK_M=call.group_block,
-        num_warps=4 if programs <= 256 else 2, num_stages=1, **call.shape,
+        work.positions, work.ancestors, table.stride(0), num_nodes, *call.factors, FIRST=call.first,
+        BLOCK_M=call.group_block, num_warps=4 if programs <= 256 else 2, num_stages=1, **call.shape,
     )  # fmt: skip
 
 
 def _run_chains(call: _Call, arrived: Tensor) -> None:
     work, num_rows = call.work, len(call.q)
-    state, splits = _states(call)
+    state, parts = _states(call)
     merges = work.tree_block <= MERGED_ROWS
     if (way := call.of_codes) is not None:
         merges = False
-        way.attend(call.q, call.pages, state, work, call.factors[0], splits, call.shape)
+        way.attend(call.q, call.pages, state, work, call.factors[0], parts, call.first, call.shape)
     else:
-        chain_kernel[(len(work.tree_tiles), call.num_kv_heads, splits)](
+        chain_kernel[(len(work.tree_tiles), call.num_kv_heads, parts)](
             call.q, *call.pages, call.out, *state, arrived, work.block_table, work.positions, work.ancestors,
-            work.block_table.stride(0), num_rows, work.nodes_per_sequence, *call.factors, MERGE=merges,
-            BLOCK_M=work.tree_block, **call.options, **call.shape,
+            work.block_table.stride(0), num_rows, work.nodes_per_sequence, *call.factors, FIRST=call.first,
+            MERGE=merges, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not merges:
+        few = num_rows <= MERGED_AT_ONCE
+        heads = 1 if few else 4
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
-        merge_kernel[(num_rows, call.q.shape[1])](
-            call.out, *state, work.positions, work.ancestors, num_rows, SIXTEEN=num_rows <= MERGED_AT_ONCE, num_warps=1,
-            **sizes,
+        merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
+            call.out, *state, work.positions, work.ancestors, num_rows, FIRST=call.first, HEADS=heads, SIXTEEN=few,
+            num_warps=1, **sizes,
         )  # fmt: skip
 
 
 def _states(call: _Call) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Room for each split's, node's and head's state: maximum, sum of weights, weighted values; how many splits."""
+    """Room for each part's, node's and head's state: maximum, sum of weights, weighted values; how many parts."""
     num_heads, head_dim = call.q.shape[1:]
-    splits = num_splits(call.work.max_context + max(1, call.work.nodes_per_sequence))
-    size = splits * len(call.work.tree_rows) * num_heads
+    parts = num_parts(call.work.max_context + max(1, call.work.nodes_per_sequence), call.first)
+    size = parts * len(call.work.tree_rows) * num_heads
     room = torch.empty(size * (head_dim + 2), dtype=torch.float32, device=call.q.device)
-    return (room[:size], room[size : 2 * size], room[2 * size :]), splits
+    return (room[:size], room[size : 2 * size], room[2 * size :]), parts

@@ -14,16 +14,48 @@ from specdec.kernels.gpu.online import (
     empty,
     load_kv,
     load_q,
-    long_splits_first,
     merge,
     merge_splits,
+    part_of_program,
+    part_with,
     places,
     split_of,
+    splits_of,
     start_of,
     store_out,
     store_state,
     update,
 )
+
+
+@triton.jit
+def _attend(
+    m, total, acc, q, k_ptr, v_ptr, table_at, first, end, kv_head, seen, scale, softcap,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Put tiles behind those before.
+
+    Args:
+        m, total, acc: the state.
+        q: the queries.
+        k_ptr, v_ptr, table_at: pages of keys and of values, and where the block table starts.
+        first, end: which tiles.
+        kv_head: which head of them.
+        seen: the last key that each row sees, and any.
+        scale, softcap: of the scores.
+    """
+    position, last = seen
+    for tile in range(first, end):
+        key = tile * TILE + tl.arange(0, TILE)
+        there = key <= last
+        within = places(tile, TILE, BLOCK_SIZE)
+        k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
+        see = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            see = see & (key[None, :] > position[:, None] - WINDOW)
+        m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, True)
+    return m, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "nodes"])
@@ -56,15 +88,16 @@ def chain_kernel(
     SMALL: tl.constexpr,
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
+    FIRST: tl.constexpr,
     MERGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of one tile of nodes."""
+    """One part of the keys of one tile of nodes."""
     GROUP: tl.constexpr = H // G
     ROWS: tl.constexpr = BLOCK_M // GROUP
     wait_for_inputs(PDL)
     tiles = (nodes + ROWS - 1) // ROWS  # of a sequence
-    tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), long_splits_first()
+    tile_of, kv_head, part = tl.program_id(0), tl.program_id(1), part_of_program(FIRST)
     sequence, inside = tile_of // tiles, tile_of % tiles * ROWS
     lane = tl.arange(0, BLOCK_M)
     row, head = sequence * nodes + inside + lane // GROUP, kv_head * GROUP + lane % GROUP
@@ -76,29 +109,36 @@ def chain_kernel(
     last = tl.max(position, 0)
     end = (last + TILE) // TILE
     count = split_of(tl.maximum(end - 1, 0), SMALL, NUM, LARGE) + 1  # splits that some row sees
+    split, end_split = splits_of(part, FIRST)
     if split < count:
         table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
-        from_tile = start_of(split, SMALL, NUM, LARGE)
+        tile = start_of(split, SMALL, NUM, LARGE)
         if WINDOW > 0:
             first = tl.min(tl.where(position >= 0, position, last), 0)
-            from_tile = tl.maximum(from_tile, tl.maximum(first - WINDOW + 1, 0) // TILE)
-        to_tile = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
+            tile = tl.maximum(tile, tl.maximum(first - WINDOW + 1, 0) // TILE)
         m, total, acc = empty(BLOCK_M, BLOCK_D)
-        for tile in range(from_tile, to_tile):
-            key = tile * TILE + tl.arange(0, TILE)
-            there = key <= last
-            within = places(tile, TILE, BLOCK_SIZE)
-            k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
-            see = key[None, :] <= position[:, None]
-            if WINDOW > 0:
-                see = see & (key[None, :] > position[:, None] - WINDOW)
-            m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, True)
+        if FIRST == 1:
+            end = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
+            m, total, acc = _attend(
+                m, total, acc, q, k_ptr, v_ptr, table_at, tile, end, kv_head, (position, last), scale, softcap,
+                SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+            )  # fmt: skip
+        else:
+            for split_of_part in range(split, tl.minimum(end_split, count)):
+                end_of = tl.minimum(start_of(split_of_part + 1, SMALL, NUM, LARGE), end)
+                m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
+                m_of, total_of, acc_of = _attend(
+                    m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, tile, end_of, kv_head, (position, last),
+                    scale, softcap, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+                )  # fmt: skip
+                m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
+                tile = tl.maximum(tile, end_of)
         if MERGE and count == 1:
             m_0, total_0, acc_0 = empty(BLOCK_M, BLOCK_D)
             m, total, acc = merge(m_0, total_0, acc_0, m, total, acc)
             store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)
         else:
-            store_state(m_ptr, total_ptr, acc_ptr, split, num_rows, row, head, ok, m, total, acc, H, D, BLOCK_D)
+            store_state(m_ptr, total_ptr, acc_ptr, part, num_rows, row, head, ok, m, total, acc, H, D, BLOCK_D)
             if MERGE:
                 tl.debug_barrier()  # all of the program's stores come before its arrival
                 arrived_at = arrived_ptr + tile_of * G + kv_head
@@ -140,6 +180,33 @@ def _merge_four(state, four):
     return m, total, acc
 
 
+@triton.jit
+def _merge_parts(
+    out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, num_rows,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
+):  # fmt: skip
+    at, stride = row.to(tl.int64) * H + head, tl.cast(num_rows, tl.int64) * H
+    d = tl.arange(0, BLOCK_D)
+    zero = (row * 0).to(tl.float32)
+    state = zero + float("-inf"), zero, tl.zeros([BLOCK_D], tl.float32)
+    ptrs = m_ptr + at, total_ptr + at, acc_ptr + at * D
+    AT_ONCE: tl.constexpr = 16 if SIXTEEN else 8
+    for part in range(0, count, AT_ONCE):
+        a = _load_four(ptrs, 0, stride, count - part, D, BLOCK_D)
+        b = _load_four(ptrs, 4, stride, count - part, D, BLOCK_D)
+        if SIXTEEN:
+            c = _load_four(ptrs, 8, stride, count - part, D, BLOCK_D)
+            e = _load_four(ptrs, 12, stride, count - part, D, BLOCK_D)
+        state = _merge_four(_merge_four(state, a), b)
+        if SIXTEEN:
+            state = _merge_four(_merge_four(state, c), e)
+        step = stride * AT_ONCE
+        ptrs = ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
+    _, total, acc = state
+    out = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
     out_ptr,
@@ -156,37 +223,23 @@ def merge_kernel(
     SMALL: tl.constexpr,
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
+    FIRST: tl.constexpr,
+    HEADS: tl.constexpr,
     SIXTEEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All splits of one node and head, in their order, with eight loads under way, or sixteen.
+    """All parts of one node's keys for a few heads, in their order, with eight loads under way, or sixteen.
 
     Only their states come from the kernel before, which has waited for all others. A program of one warp takes a few
-    instructions a split, since maximum and sum of weights are two numbers: it waits for its loads, as many others do.
+    instructions a part, since maximum and sum of weights are two numbers: it waits for its loads, as many others do.
     """
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     position = tl.load(positions_ptr + row).to(tl.int32)
-    count = split_of(position // TILE, SMALL, NUM, LARGE) + 1
+    count = part_with(split_of(position // TILE, SMALL, NUM, LARGE), FIRST) + 1
     if tl.load(ancestors_ptr + row) == 0:
         count = 0
     wait_for_inputs(PDL)
-    at, stride = row.to(tl.int64) * H + head, tl.cast(num_rows, tl.int64) * H
-    d = tl.arange(0, BLOCK_D)
-    zero = (row * 0).to(tl.float32)
-    state = zero + float("-inf"), zero, tl.zeros([BLOCK_D], tl.float32)
-    ptrs = m_ptr + at, total_ptr + at, acc_ptr + at * D
-    AT_ONCE: tl.constexpr = 16 if SIXTEEN else 8
-    for split in range(0, count, AT_ONCE):
-        a = _load_four(ptrs, 0, stride, count - split, D, BLOCK_D)
-        b = _load_four(ptrs, 4, stride, count - split, D, BLOCK_D)
-        if SIXTEEN:
-            c = _load_four(ptrs, 8, stride, count - split, D, BLOCK_D)
-            e = _load_four(ptrs, 12, stride, count - split, D, BLOCK_D)
-        state = _merge_four(_merge_four(state, a), b)
-        if SIXTEEN:
-            state = _merge_four(_merge_four(state, c), e)
-        step = stride * AT_ONCE
-        ptrs = ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
-    _, total, acc = state
-    out = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+    for i in range(HEADS):
+        head = tl.program_id(1) * HEADS + i
+        if HEADS == 1 or head < H:
+            _merge_parts(out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, num_rows, H, D, BLOCK_D, SIXTEEN)

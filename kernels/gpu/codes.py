@@ -109,18 +109,21 @@ def along_dim(x, dim: gl.constexpr):
 
 
 @gluon.jit
-def program_of(tiles_ptr, PDL: gl.constexpr):
-    """What a program is for: a tile's sequence, first row, number of rows and first node; the key head; the split.
+def program_of(tiles_ptr, FIRST: gl.constexpr, PDL: gl.constexpr):
+    """What a program is for: a tile's sequence, first row, number of rows and first node; the key head; the part.
 
-    Programs run about in their order, and what takes long is not to be the last one: long splits come first. The heads
-    of a block stand next to each other, and are read at about the same time.
+    Programs run about in their order, and what takes long is not to be the last one: as `part_of_program` of
+    `gpu/online.py`. The heads of a block stand next to each other, and are read at about the same time.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     at = tiles_ptr + gl.program_id(1) * 4
     tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-    return tile, gl.program_id(0), gl.num_programs(2) - 1 - gl.program_id(2)
+    part = gl.program_id(2)
+    if FIRST == 1:
+        part = gl.num_programs(2) - 1 - part
+    return tile, gl.program_id(0), part
 
 
 @gluon.jit
@@ -153,18 +156,24 @@ def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr)
 
 
 @gluon.jit
+def split_of(tile, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
+    """The split that a tile is in."""
+    return gl.where(tile < SMALL * NUM, tile // SMALL, NUM + (tile - SMALL * NUM) // LARGE)
+
+
+@gluon.jit
 def part_of(
-    tile, split, lane, reads, table_ptr, table_stride, GROUP: gl.constexpr, CHAINS: gl.constexpr,
+    tile, splits, lane, reads, table_ptr, table_stride, GROUP: gl.constexpr, CHAINS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr,
 ):  # fmt: skip
-    """What a split holds for a tile of nodes.
+    """What splits, the first and where they end, hold for a tile of nodes.
 
     Returns:
-        Whether its state is asked for; its first tile, where those end that all rows see, and where all end; where
+        Whether their state is asked for; their first tile, where those end that all rows see, and where all end; where
         the block table starts, and its number of blocks; the last key that any row sees, and that of each.
     """
     position, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
-    first, to_tile = start_of(split, SMALL, NUM, LARGE), start_of(split + 1, SMALL, NUM, LARGE)
+    first, to_tile = start_of(splits[0], SMALL, NUM, LARGE), start_of(splits[1], SMALL, NUM, LARGE)
     if CHAINS:
         asked = first < end
     else:  # whose own keys come behind the last of them
@@ -201,15 +210,15 @@ def load_queries(
 
 
 @gluon.jit
-def store_state(states, tile, head, split, num_states, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
-    """Put down where a split ended: maximum [M], sums of weights [M, n], all the same, and values [M, HEAD_DIM]."""
+def store_state(states, tile, head, part, num_states, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
+    """Put down where a part ended: maximum [M], sums of weights [M, n], all the same, and values [M, HEAD_DIM]."""
     m_ptr, total_ptr, acc_ptr = states
     lane = gl.arange(0, m.shape[0], m.type.layout)
-    state = (split * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
+    state = (part * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
     gl.store(m_ptr + state, m, mask=lane // GROUP < tile[2])
     gl.store(total_ptr + state, gl.max(total, 1), mask=lane // GROUP < tile[2])
     lane = gl.arange(0, m.shape[0], gl.SliceLayout(1, acc.type.layout))
-    state = (split * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
+    state = (part * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
     acc_at = acc_ptr + state[:, None] * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc.type.layout))[None, :]
     gl.store(acc_at, acc, mask=(lane // GROUP < tile[2])[:, None])
 
@@ -502,9 +511,9 @@ class CodesKernel:
 
     def attend(
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
-        num_splits: int, sizes: dict[str, Any],
+        num_parts: int, first: int, sizes: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Put down the states of splits as `chain_kernel` does for chains, and `context_kernel` for trees.
+        """Put down the states of parts as `chain_kernel` does for chains, and `context_kernel` for trees.
 
         Args:
             q: [N, num_heads, D].
@@ -512,13 +521,14 @@ class CodesKernel:
             state: where they go.
             work: the batch: chains if it counts those that arrived.
             scale: factor on the scores.
-            num_splits: how many there are.
+            num_parts: how many there are.
+            first: splits that the first part takes.
             sizes: what attention kernels are compiled for.
         """
-        names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "PDL")
-        self.kernel[(sizes["G"], len(work.tree_tiles), num_splits)](
+        names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
+        self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
             work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
-            *(sizes[name] for name in names), num_warps=self.warps, maxnreg=self.max_registers,
+            *((sizes | {"FIRST": first})[name] for name in names), num_warps=self.warps, maxnreg=self.max_registers,
             enable_fp_fusion=False, launch_pdl=sizes["PDL"],
         )  # fmt: skip

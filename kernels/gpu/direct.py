@@ -128,17 +128,18 @@ def direct_kernel(
     q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
     table_stride, num_states, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
+    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One split of one tile of nodes: of chains with their own keys, of trees without."""
     D: gl.constexpr = HEAD_DIM
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
-    tile, kv_head, split = program_of(tiles_ptr, PDL)
+    gl.static_assert(FIRST == 1, "a program takes one split")
+    tile, kv_head, split = program_of(tiles_ptr, FIRST, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
     asked, tiles, table, bounds = part_of(
-        tile, split, lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
+        tile, (split, split + 1), lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
     )
     if asked:
         from_tile, whole, to_tile = tiles

@@ -33,6 +33,12 @@ def num_splits(max_keys: int) -> int:
     return NUM_SMALL + -(-(max_keys - small) // LARGE_SPLIT)
 
 
+def num_parts(max_keys: int, first: int) -> int:
+    """Parts that as many positions reach into, if the first one takes so many splits: a split each, or at least two."""
+    splits = num_splits(max_keys)
+    return splits if first == 1 else max(2, splits - (first - 1))
+
+
 @triton.jit
 def split_of(tile, SMALL: tl.constexpr, NUM: tl.constexpr, LARGE: tl.constexpr):
     """The split that a tile is in."""
@@ -40,9 +46,36 @@ def split_of(tile, SMALL: tl.constexpr, NUM: tl.constexpr, LARGE: tl.constexpr):
 
 
 @triton.jit
-def long_splits_first():
-    """A program's split: programs run about in their order, and what takes long is not to be the last one."""
-    return tl.num_programs(2) - 1 - tl.program_id(2)
+def part_of_program(FIRST: tl.constexpr):
+    """A program's part of a context: programs run about in their order, and what takes long is not to be the last one.
+
+    Part 0 are the first splits, as many as `FIRST`; each other split is a part of its own.
+    """
+    if FIRST > 1:
+        return tl.program_id(2)
+    else:
+        return tl.num_programs(2) - 1 - tl.program_id(2)
+
+
+@triton.jit
+def splits_of(part, FIRST: tl.constexpr):
+    """The first split of a part, and where they end."""
+    return tl.where(part == 0, 0, part + (FIRST - 1)), part + FIRST
+
+
+@triton.jit
+def part_with(split, FIRST: tl.constexpr):
+    """The part that a split is in."""
+    return tl.maximum(split - (FIRST - 1), 0)
+
+
+@triton.jit
+def part_of_last(split, FIRST: tl.constexpr):
+    """Where the state of a tree's last split is, which is never merged with those before it."""
+    if FIRST > 1:
+        return tl.maximum(split - (FIRST - 1), 1)
+    else:
+        return split
 
 
 @triton.jit

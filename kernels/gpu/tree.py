@@ -15,18 +15,50 @@ from specdec.kernels.gpu.online import (
     load_kv,
     load_q,
     load_state,
-    long_splits_first,
     merge,
     merge_splits,
+    part_of_last,
+    part_of_program,
+    part_with,
     places,
     scores,
     split_of,
+    splits_of,
     start_of,
     store_out,
     store_state,
     update,
     weigh,
 )
+
+
+@triton.jit
+def _attend(
+    m, total, acc, q, k_ptr, v_ptr, table_at, first, end, kv_head, position, scale, softcap,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Put tiles behind those before, which all rows see but for their window.
+
+    Args:
+        m, total, acc: the state.
+        q: the queries.
+        k_ptr, v_ptr, table_at: pages of keys and of values, and where the block table starts.
+        first, end: which tiles.
+        kv_head: which head of them.
+        position: where each row stands, if there is a window.
+        scale, softcap: of the scores.
+    """
+    for tile in range(first, end):
+        key = tile * TILE + tl.arange(0, TILE)
+        there = key >= 0
+        within = places(tile, TILE, BLOCK_SIZE)
+        k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
+        see = there[None, :]
+        if WINDOW > 0:
+            see = key[None, :] > position[:, None] - WINDOW
+        m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, WINDOW > 0)
+    return m, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_nodes"])
@@ -57,38 +89,57 @@ def context_kernel(
     SMALL: tl.constexpr,
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
+    FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of one tile of nodes."""
+    """One part of the context of one tile of nodes. The last split, which goes on, is never merged with others."""
     GROUP: tl.constexpr = H // G
     wait_for_inputs(PDL)
-    tile_of, kv_head, split = tl.program_id(0), tl.program_id(1), long_splits_first()
+    tile_of, kv_head, part = tl.program_id(0), tl.program_id(1), part_of_program(FIRST)
     tile_at = tiles_ptr + tile_of * 4
     sequence, first, count = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
     context = tl.load(context_ptr + sequence).to(tl.int32)
     shared = context // TILE  # tiles that every node sees
-    if start_of(split, SMALL, NUM, LARGE) <= shared:
+    last_split = split_of(shared, SMALL, NUM, LARGE)
+    split, end_split = splits_of(part, FIRST)
+    if split <= last_split:
         lane = tl.arange(0, BLOCK_M)
         row, head, ok = first + lane // GROUP, kv_head * GROUP + lane % GROUP, lane // GROUP < count
         q = load_q(q_ptr, k_ptr, row, head, ok, H, D, BLOCK_D)
         table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
-        from_tile = start_of(split, SMALL, NUM, LARGE)
+        node = tl.load(tile_at + 3) + lane // GROUP
+        tile, position = start_of(split, SMALL, NUM, LARGE), lane
         if WINDOW > 0:
             position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
-            from_tile = tl.maximum(from_tile, tl.maximum(context - WINDOW + 1, 0) // TILE)
-        to_tile = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), shared)
+            tile = tl.maximum(tile, tl.maximum(context - WINDOW + 1, 0) // TILE)
         m, total, acc = empty(BLOCK_M, BLOCK_D)
-        for tile in range(from_tile, to_tile):
-            key = tile * TILE + tl.arange(0, TILE)
-            there = key >= 0
-            within = places(tile, TILE, BLOCK_SIZE)
-            k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
-            see = there[None, :]
-            if WINDOW > 0:
-                see = key[None, :] > position[:, None] - WINDOW
-            m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, WINDOW > 0)
-        node = tl.load(tile_at + 3) + lane // GROUP
-        store_state(m_ptr, total_ptr, acc_ptr, split, num_nodes, node, head, ok, m, total, acc, H, D, BLOCK_D)
+        if FIRST == 1:
+            end = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), shared)
+            m, total, acc = _attend(
+                m, total, acc, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, scale, softcap,
+                SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+            )  # fmt: skip
+            store_state(m_ptr, total_ptr, acc_ptr, split, num_nodes, node, head, ok, m, total, acc, H, D, BLOCK_D)
+        else:
+            end_split = tl.minimum(end_split, last_split + 1)
+            for split_of_part in range(split, end_split):
+                end = tl.minimum(start_of(split_of_part + 1, SMALL, NUM, LARGE), shared)
+                m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
+                m_of, total_of, acc_of = _attend(
+                    m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, scale, softcap,
+                    SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+                )  # fmt: skip
+                tile = tl.maximum(tile, end)
+                is_last = split_of_part == last_split
+                if is_last:
+                    m, total, acc = m_of, total_of, acc_of
+                else:
+                    m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
+                if is_last or split_of_part + 1 == tl.minimum(end_split, last_split):
+                    to = part_with(split_of_part, FIRST)
+                    if is_last:
+                        to = part_of_last(split_of_part, FIRST)
+                    store_state(m_ptr, total_ptr, acc_ptr, to, num_nodes, node, head, ok, m, total, acc, H, D, BLOCK_D)
 
 
 @triton.jit
@@ -160,9 +211,10 @@ def tail_kernel(
     SMALL: tl.constexpr,
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
+    FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The rest of the keys of one node, and all its splits.
+    """The rest of the keys of one node, and all parts of its context.
 
     Nothing but the states comes from the kernel before, which has waited for all others: what a node's first tile is
     worth is found while that one still runs.
@@ -184,16 +236,18 @@ def tail_kernel(
     wait_for_inputs(PDL)
     last_split = split_of(shared, SMALL, NUM, LARGE)
     live = ok & (ancestors != 0)  # nobody may have put down a state of padding
+    last_part = part_of_last(last_split, FIRST)
     m_of, total_of, acc_of = load_state(
-        m_ptr, total_ptr, acc_ptr, last_split, num_nodes, node, head, live, H, D, BLOCK_D
+        m_ptr, total_ptr, acc_ptr, last_part, num_nodes, node, head, live, H, D, BLOCK_D
     )
-    first_split = last_split * 0
+    first_part, end_part = last_split * 0, tl.where(last_split == 0, 0, last_part)
     if WINDOW > 0:
-        first_split = tl.minimum(split_of(tl.maximum(position - WINDOW + 1, 0) // TILE, SMALL, NUM, LARGE), last_split)
+        tl.static_assert(FIRST == 1, "a window may begin within a part")
+        first_part = tl.minimum(split_of(tl.maximum(position - WINDOW + 1, 0) // TILE, SMALL, NUM, LARGE), last_split)
     FEW: tl.constexpr = triton.next_power_of_2(GROUP)  # rows that are the node's own
     of = tl.arange(0, FEW)
     m, total, acc = merge_splits(
-        m_ptr, total_ptr, acc_ptr, first_split, last_split, num_nodes, node_of + of * 0, kv_head * GROUP + of,
+        m_ptr, total_ptr, acc_ptr, first_part, end_part, num_nodes, node_of + of * 0, kv_head * GROUP + of,
         (of < GROUP) & (ancestors != 0), H, D, FEW, BLOCK_D,
     )  # fmt: skip
     m, total, acc = _repeated(m, BLOCK_M), _repeated(total, BLOCK_M), _repeated(acc, BLOCK_M)

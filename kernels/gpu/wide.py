@@ -29,7 +29,9 @@ from specdec.kernels.gpu.codes import (
     program_of,
     query_rows,
     room,
+    split_of,
     stage_after,
+    start_of,
     store_state,
     take_words,
     values_of,
@@ -79,6 +81,8 @@ _OUT = gl.constexpr(
 )  # fmt: skip
 """What a thread has of values, in their own order: it has four next to each other."""
 _KEPT_BOTH = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_KEPT_ACC = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+"""Eight columns of `_SUM` are four lanes' of a row, and those of eight rows never share a bank."""
 _QUERIES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [WARPS.value, 1], [1, 0]))
 """A thread puts sixteen values of a query, which a product sums at once, in the order of `_keys`."""
 
@@ -105,6 +109,15 @@ def _tops(s):
     x = gl.max(gl.reshape(s, [WARPS, 2, 8, ROWS]), 1)  # of what a thread has
     x = gl.convert_layout(gl.reshape(x, [KEY_TILE // 2, ROWS]), _PARTS)
     return gl.convert_layout(gl.max(x, 0), gl.SliceLayout(1, _TOTAL), assert_trivial=True)
+
+
+@gluon.jit
+def _as_columns(both_kept, a, b):
+    """Two numbers of each row, from where `_TOTAL` has the row to where `_SUM` does."""
+    both_kept.store(gl.join(a, b))
+    a, b = gl.split(both_kept.load(_BOTH))
+    a = gl.convert_layout(a, gl.SliceLayout(0, _SUM), assert_trivial=True)
+    return a, gl.convert_layout(b, gl.SliceLayout(0, _SUM), assert_trivial=True)
 
 
 @gluon.jit
@@ -149,10 +162,7 @@ def _attend(
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _SUM))
             s = gl.where((key + tile * KEY_TILE)[:, None] <= position[None, :], s, float("-inf"))
         m, finite, keep = new_maximum(m, _tops(s))
-        both_kept.store(gl.join(finite, keep))
-        finite, of_acc = gl.split(both_kept.load(_BOTH))
-        finite = gl.convert_layout(finite, gl.SliceLayout(0, _SUM), assert_trivial=True)
-        of_acc = gl.convert_layout(of_acc, gl.SliceLayout(0, _SUM), assert_trivial=True)
+        finite, of_acc = _as_columns(both_kept, finite, keep)
         p_kept.store(gl.exp2(s - finite[None, :]).to(gl.float16))
         fence_async_shared()
         total = warpgroup_mma(p_kept.permute((1, 0)), ones, total * keep[:, None], is_async=True)
@@ -186,22 +196,58 @@ def _queries(q_ptr, tile, head, kind: gl.constexpr, H: gl.constexpr, GROUP: gl.c
     return gl.reshape(q, [ROWS, HEAD_DIM])
 
 
+@gluon.jit
+def _empty():
+    """The state before any key."""
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _TOTAL))
+    return m, gl.zeros([ROWS, 8], gl.float32, _TOTAL), gl.zeros([HEAD_DIM, ROWS], gl.float32, _SUM)
+
+
+@gluon.jit
+def _split(tiles, state, right, left, k_pages, v_pages, head, scale, G: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """All tiles of a split: its first one, where those end that all rows see, and where all end."""
+    first, whole, end = tiles
+    state = _attend(first, whole, state, right, left, k_pages, v_pages, head, scale, False, G, BLOCK_SIZE)
+    rest = gl.maximum(first, whole)
+    return _attend(rest, end, state, right, left, k_pages, v_pages, head, scale, True, G, BLOCK_SIZE)
+
+
+@gluon.jit
+def _merge(m, total, kept_acc, both_kept, m_next, total_next, acc_next):
+    """Put a split behind those before it, whose values are in shared memory."""
+    top, finite, a = new_maximum(m, m_next)
+    b = gl.exp2(m_next - finite)
+    a_of_acc, b_of_acc = _as_columns(both_kept, a, b)
+    total = total * a[:, None] + total_next * b[:, None]
+    return top, total, kept_acc.load(_SUM) * a_of_acc[None, :] + acc_next * b_of_acc[None, :]
+
+
+@gluon.jit
+def _store(to, part, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
+    """Put down where a part ended."""
+    states, tile, head, num_states = to
+    acc = gl.permute(gl.reshape(acc, [2, WARPS, 2, 8, ROWS]), (1, 3, 0, 2, 4))  # the order of `_values`
+    acc = gl.convert_layout(gl.reshape(acc, [HEAD_DIM, ROWS]), _OUT)
+    store_state(states, tile, head, part, num_states, m, total, gl.permute(acc, (1, 0)), H, GROUP)
+
+
 @gluon.jit(do_not_specialize=["table_stride", "num_states"])
 def wide_kernel(
     q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
     table_stride, num_states, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
+    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One split of one tile of nodes: of chains with their own keys, of trees without."""
+    """One part of one tile of nodes: of chains with their own keys, of trees without."""
     D: gl.constexpr = HEAD_DIM
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
-    tile, kv_head, split = program_of(tiles_ptr, PDL)
+    tile, kv_head, part = program_of(tiles_ptr, FIRST, PDL)
+    splits = gl.where(part == 0, 0, part + (FIRST - 1)), part + FIRST
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
     asked, tiles, table, bounds = part_of(
-        tile, split, lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
+        tile, splits, lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
     )
     if asked:
         from_tile, whole, to_tile = tiles
@@ -221,23 +267,41 @@ def wide_kernel(
             gl.allocate_shared_memory(gl.float32, [ROWS, 2], _KEPT_BOTH),
         )
         fence_async_shared()
-        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _TOTAL))
-        total = gl.zeros([ROWS, 8], gl.float32, _TOTAL)
-        acc = gl.zeros([D, ROWS], gl.float32, _SUM)
+        m, total, acc = _empty()
         async_copy.wait_group(STAGES - 1)
         stage = from_tile * 0
-        state = m, total, acc, blocks, stage, _next_keys(kept[0], stage, k_pages, kv_head, G)
+        ahead = blocks, stage, _next_keys(kept[0], stage, k_pages, kv_head, G)
         left = kept, table, to_tile, bounds
-        state = _attend(from_tile, whole, state, right, left, k_pages, v_pages, kv_head, scale, False, G, BLOCK_SIZE)
-        rest = gl.maximum(from_tile, whole)
-        state = _attend(rest, to_tile, state, right, left, k_pages, v_pages, kv_head, scale, True, G, BLOCK_SIZE)
-        m, total, acc, _, _, _ = state
+        to = (m_ptr, total_ptr, acc_ptr), tile, kv_head, num_states
+        if FIRST == 1:
+            state = m, total, acc, ahead[0], ahead[1], ahead[2]
+            tiles = from_tile, whole, to_tile
+            m, total, acc, _, _, _ = _split(tiles, state, right, left, k_pages, v_pages, kv_head, scale, G, BLOCK_SIZE)
+            _store(to, part, m, total, acc, H, GROUP)
+        else:
+            kept_acc = gl.allocate_shared_memory(gl.float32, [D, ROWS], _KEPT_ACC, acc)
+            MERGED: gl.constexpr = 1 if CHAINS else 0  # of the last split, and a tree's goes on
+            last_split = split_of(to_tile - MERGED, SMALL, NUM, LARGE)
+            end_split = gl.minimum(splits[1], last_split + MERGED)
+            for split in range(splits[0], gl.minimum(splits[1], last_split + 1)):
+                end = gl.minimum(start_of(split + 1, SMALL, NUM, LARGE), to_tile)
+                tiles = start_of(split, SMALL, NUM, LARGE), gl.minimum(whole, end), end
+                m_of, total_of, acc_of = _empty()
+                state = m_of, total_of, acc_of, ahead[0], ahead[1], ahead[2]
+                state = _split(tiles, state, right, left, k_pages, v_pages, kv_head, scale, G, BLOCK_SIZE)
+                m_of, total_of, acc_of, blocks, stage, keys = state
+                ahead = blocks, stage, keys
+                to_part = part
+                if split < end_split:
+                    m, total, acc_of = _merge(m, total, kept_acc, right[3], m_of, total_of, acc_of)
+                else:
+                    m, total = m_of, total_of
+                    to_part = gl.maximum(split - (FIRST - 1), 1)
+                if (split >= end_split) | (split + 1 == end_split):
+                    _store(to, to_part, m, total, acc_of, H, GROUP)
+                else:
+                    kept_acc.store(acc_of)
         async_copy.wait_group(0)
-        acc = gl.permute(gl.reshape(acc, [2, WARPS, 2, 8, ROWS]), (1, 3, 0, 2, 4))  # the order of `_values`
-        acc = gl.convert_layout(gl.reshape(acc, [D, ROWS]), _OUT)
-        states = m_ptr, total_ptr, acc_ptr
-        acc = gl.permute(acc, (1, 0))
-        store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
 
 
 WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096)
