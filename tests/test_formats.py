@@ -124,6 +124,23 @@ def test_triton_stores_the_bits_of_the_definition(name: str, dim: int, group: in
         assert torch.equal(a.scales.view(torch.int16), b.scales.view(torch.int16))  # NaN where nothing was written
 
 
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_quotients_are_rounded_once(name: str) -> None:
+    """Between two codes, and next to there, for scales of all bits that int8's have."""
+    how = FORMATS[name].of_head_dim(256)
+    halves = torch.arange(-127.5, 128, device=DEVICE)
+    halves[0], halves[-1] = -127, 127
+    scales = torch.cat([torch.arange(64, 128, device=DEVICE) * 2.0**power for power in (-20, -9, -1)])
+    between = halves[None, :] * scales[:, None]
+    x = torch.stack([between, between.nextafter(between + 1), between.nextafter(between - 1)], 1)
+    slots = torch.arange(len(x), device=DEVICE)
+    got, want = ([poisoned(how, len(x), 3, 256) for _ in "kv"] for _ in range(2))
+    kv_write(x, x.flip(2), got[0], got[1], slots)
+    write.kv_write(x, x.flip(2), want[0], want[1], slots)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales)
+
+
 @triton.jit
 def _read_kernel(pages, out_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):  # noqa: N803
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)

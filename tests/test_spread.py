@@ -106,6 +106,24 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows() -> None:
         assert same(few, pages)
 
 
+@pytest.mark.parametrize("name", ["native", "int8", "int4", "fp8"])
+def test_bits_do_not_depend_on_the_heads_of_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, cos, sin = randn(9, HEADS + 2 * KV_HEADS, 64).half(), randn(9, 64).half(), randn(9, 64, seed=1).half()
+    slots, found = torch.arange(9, device=DEVICE), []
+    for heads in (1, 2, 4, 8):
+        monkeypatch.setattr(gpu_rope, "_PROGRAMS", dict.fromkeys(gpu_rope._PROGRAMS, (1, heads, heads)))
+        if name == "native":
+            k, v = (torch.zeros(1, 9, KV_HEADS, 64, dtype=torch.half, device=DEVICE) for _ in "kv")
+            q = gpu_rope.rope_write(qkv, cos, sin, k, v, slots, HEADS)
+            found.append(torch.cat([x.flatten() for x in (q, k, v)]))
+        else:
+            pages = empty_pages(name, 64, 9)
+            q = gpu_rope.rope_write(qkv, cos, sin, pages[0], pages[1], slots, HEADS)
+            parts = [q, *(x for page in pages for x in (page.codes, page.scales))]
+            found.append(torch.cat([x.flatten().view(torch.uint8) for x in parts]))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 def test_float_pages_take_keys_as_they_are() -> None:
     qkv, ones = randn(2, HEADS + 2 * KV_HEADS, 64), torch.ones(2, 64, device=DEVICE)
     slots = torch.tensor([0, 1], device=DEVICE)

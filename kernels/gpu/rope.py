@@ -10,7 +10,10 @@ from specdec.kernels.gpu.pages import pointers, store_values
 from specdec.kernels.gpu.spread import spread_values
 from specdec.kernels.spread import spread_size
 
-_HEADS = 4  # heads a program: few enough to divide one row among the device's cores, enough for long prompts
+_PROGRAMS = {"native": (800, 2, 8), "quantized": (1600, 1, 4)}
+"""As many programs as are wanted, and the fewest and most heads of one. A program is one warp: the many sums of two,
+and the largest of a group, need no barrier then. Few rows are spread over the device's cores; of many rows, to start
+more programs takes longer than what they do."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a batch's columns are parts of one tensor
@@ -86,13 +89,13 @@ def rope_write(
     if not all(x.stride(-1) == 1 for x in (qkv, cos, sin)) or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError("the last dimension of qkv, cos and sin and the whole of the pages must be dense")
     q = torch.empty(n, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    # Within one warp, the many sums of two, and the largest of a group, need no barrier.
-    per_program, num_warps = (_HEADS, 4) if isinstance(k_pages, torch.Tensor) else (2, 1)
+    wanted, fewest, most = _PROGRAMS["native" if isinstance(k_pages, torch.Tensor) else "quantized"]
+    per_program = min(most, max(fewest, triton.next_power_of_2(triton.cdiv(n * heads, wanted))))
     spread = spread_size(dim) if spreads(k_pages) else 0
     _rope_write_kernel[(n, triton.cdiv(heads, per_program))](
         qkv, cos, sin, q, pointers(k_pages), pointers(v_pages), slot_mapping.contiguous(),
         qkv.stride(0), qkv.stride(1), cos.stride(0), sin.stride(0),
-        Q=num_heads, KV=num_kv_heads, D=dim, R=width, SPREAD=spread, HEADS=per_program, num_warps=num_warps,
+        Q=num_heads, KV=num_kv_heads, D=dim, R=width, SPREAD=spread, HEADS=per_program, num_warps=1,
         BLOCK=triton.next_power_of_2(dim), WIDE=tl.float64 if qkv.dtype == torch.float64 else tl.float32,
         **overlap(qkv.device),
     )  # fmt: skip

@@ -23,14 +23,19 @@ def spread_values(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _sums_and_differences(x, WIDTH: tl.constexpr):
-    """Of columns that stand WIDTH apart. Reductions, since splits and joins would move values between threads."""
+    """Of columns that stand WIDTH apart.
+
+    Splits and joins would move values between threads, so a reduction of their bits says what the other of two columns
+    holds: a sum of integers less one of them is the other one.
+    """
     M: tl.constexpr = x.shape[0]
     BLOCK: tl.constexpr = x.shape[1]
+    BITS: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
     pairs = tl.reshape(x, [M, BLOCK // (2 * WIDTH), 2, WIDTH])
-    second = tl.arange(0, 2)[None, None, :, None] == 1
-    total = tl.sum(pairs, 2, keep_dims=True)
-    difference = tl.sum(tl.where(second, -pairs, pairs), 2, keep_dims=True)
-    return tl.reshape(tl.where(second, difference, total), [M, BLOCK])
+    bits = pairs.to(BITS, bitcast=True)
+    other = (tl.sum(bits, 2, keep_dims=True) - bits).to(x.dtype, bitcast=True)
+    sign = tl.where(tl.arange(0, 2) == 1, -1.0, 1.0).to(x.dtype)[None, None, :, None]
+    return tl.reshape(tl.fma(pairs, tl.broadcast_to(sign, pairs.shape), other), [M, BLOCK])
 
 
 @triton.jit
