@@ -54,6 +54,7 @@ def values(rows: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) 
     x[4] += 40
     x[5] = 2.5
     x[3, 1, :2] = torch.tensor([torch.inf, -torch.inf])
+    x[0, 1, 5] = -0.0
     return x.to(DEVICE, dtype)
 
 

@@ -125,6 +125,7 @@ def chain_kernel(
             )  # fmt: skip
         else:
             for split_of_part in range(split, tl.minimum(end_split, count)):
+                tile = start_of(split_of_part, SMALL, NUM, LARGE)
                 end_of = tl.minimum(start_of(split_of_part + 1, SMALL, NUM, LARGE), end)
                 m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
                 m_of, total_of, acc_of = _attend(
@@ -132,7 +133,6 @@ def chain_kernel(
                     scale, softcap, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
                 )  # fmt: skip
                 m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
-                tile = tl.maximum(tile, end_of)
         if MERGE and count == 1:
             m_0, total_0, acc_0 = empty(BLOCK_M, BLOCK_D)
             m, total, acc = merge(m_0, total_0, acc_0, m, total, acc)

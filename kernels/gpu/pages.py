@@ -99,9 +99,12 @@ def store_values(pages, row, ok, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
             if not IS_FLOAT:  # up to a number of seven bits
                 scale = ((scale.to(tl.int32, bitcast=True) + 0x1FFFF) & -0x20000).to(tl.float32, bitcast=True)
             scale = scale.to(tl.float16)
-            x = tl.reshape(_divide(x, scale, -LARGEST, LARGEST), [M, BLOCK_D])
-            codes = _to_float8(x, FRACTION) if IS_FLOAT else (_round(x) + 128).to(tl.uint8)
-            _store(pages.codes, row, ok, codes, D, BLOCK_D)
+            if IS_FLOAT:
+                sign = x.to(tl.int32, bitcast=True) >> 24 & 0x80
+                codes = _to_float8(_divide(tl.abs(x), scale, 0.0, LARGEST), FRACTION) | sign
+            else:
+                codes = _round(_divide(x, scale, -LARGEST, LARGEST)) + 128
+            _store(pages.codes, row, ok, tl.reshape(codes, [M, BLOCK_D]).to(tl.uint8), D, BLOCK_D)
             _store(pages.scales, row, ok, scale, GROUPS, BLOCK_G)
 
 
@@ -143,8 +146,8 @@ def _divide(x, scale, LOWEST: tl.constexpr, LARGEST: tl.constexpr):
     """Values [M, groups, group] by scales [M, groups], within the codes' bounds; each quotient is rounded once.
 
     What a product with the reciprocal misses is made up for: that is the rounded quotient, since a scale has few bits
-    (Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000"). The interpreter's sums of
-    products are rounded twice.
+    (Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000"), but for the sign of 0. The
+    interpreter's sums of products are rounded twice.
     """
     scale = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))[:, :, None]
     if PACKED:
@@ -204,11 +207,10 @@ def _from_float8(code, FRACTION: tl.constexpr):
 
 @triton.jit
 def _to_float8(x, FRACTION: tl.constexpr):
-    """Ties to even. By hand, since not all GPUs have the conversion, and the interpreter's drops carries."""
+    """Of x ≥ 0. Ties to even. By hand, since not all GPUs have the conversion, and the interpreter's drops carries."""
     BIAS: tl.constexpr = (1 << (6 - FRACTION)) - 1
     DROPPED: tl.constexpr = 23 - FRACTION
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
+    size = x.to(tl.int32, bitcast=True)
     normal = ((size + ((1 << (DROPPED - 1)) - 1) + ((size >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << FRACTION)
-    small = _round(tl.abs(x) * (1 << (FRACTION + BIAS - 1))) & 0xFF  # the steps below the least normal number
-    return (tl.where(size < ((128 - BIAS) << 23), small, normal) | (bits >> 24) & 0x80).to(tl.uint8)
+    small = _round(x * (1 << (FRACTION + BIAS - 1))) & 0xFF  # the steps below the least normal number
+    return tl.where(size < ((128 - BIAS) << 23), small, normal)

@@ -123,13 +123,13 @@ def context_kernel(
         else:
             end_split = tl.minimum(end_split, last_split + 1)
             for split_of_part in range(split, end_split):
+                tile = start_of(split_of_part, SMALL, NUM, LARGE)
                 end = tl.minimum(start_of(split_of_part + 1, SMALL, NUM, LARGE), shared)
                 m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
                 m_of, total_of, acc_of = _attend(
                     m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, scale, softcap,
                     SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
                 )  # fmt: skip
-                tile = tl.maximum(tile, end)
                 is_last = split_of_part == last_split
                 if is_last:
                     m, total, acc = m_of, total_of, acc_of
