@@ -16,9 +16,10 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from unittest.mock import patch
 
 import click
 import torch
@@ -373,14 +374,13 @@ def launch(kv_cache_dtype: str) -> None:
 @contextmanager
 def only(way: CodesKernel | None) -> Iterator[None]:
     """Let one of the kernels over codes, or none, be taken for contexts of any length."""
-    before = [(kernel, kernel.min_context, kernel.min_programs) for kernel in CODES.values()]
-    for kernel in CODES.values():
-        kernel.min_context, kernel.min_programs = 0 if kernel is way else sys.maxsize, 0
-    try:
+    with ExitStack() as stack:
+        for kernel in CODES.values():
+            if kernel is way:
+                stack.enter_context(patch.multiple(kernel, min_context=0, min_programs=0))
+            else:
+                stack.enter_context(patch.object(kernel, "takes", lambda *args: False))
         yield
-    finally:
-        for kernel, min_context, min_programs in before:
-            kernel.min_context, kernel.min_programs = min_context, min_programs
 
 
 def _attention_row(case: Case, bandwidth: float) -> dict[str, object]:

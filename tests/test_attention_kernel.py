@@ -195,6 +195,7 @@ def test_a_program_of_many_splits_gives_the_same_bits(
     work = chain_work(meta, 3, 2, 32) if chains else meta
     found = []
     monkeypatch.setattr(attention, "MANY_SPLITS", splits)
+    monkeypatch.setattr(attention, "MANY_HEADS", 0)
     for many_keys in (1 << 40, 0):
         monkeypatch.setattr(attention, "MANY_KEYS", many_keys)
         found.append(tree_attention(q, k, v, work, scale=0.2))

@@ -27,13 +27,12 @@ from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
 MERGED_ROWS = 16
 """Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
 
-MERGED_AT_ONCE = 128
-"""Rows up to which sixteen of a program's loads are under way, not eight, and a program merges one head's states."""
+MERGED_ALONE = 4096
+"""Rows × heads up to which a program merges the states of one, and takes sixteen of many at once."""
 
-MANY_KEYS = 1 << 20
-MANY_SPLITS = NUM_SMALL
-"""Tiles × key heads × the longest context from which on a program takes so many splits of a wide tile, the first ones,
-and merges them itself: other programs are enough to put every multiprocessor to work."""
+MANY_SPLITS, MANY_HEADS, MANY_KEYS = NUM_SMALL, 64, 1 << 19
+"""A program takes so many splits of a wide tile, the first ones, and merges them itself, where the others are enough to
+put every multiprocessor to work: from so many tiles × key heads on, and from so many × the longest context."""
 
 MAX_REGISTERS = {16: 128, 64: 168}
 """By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
@@ -67,9 +66,8 @@ class _Call:
     @property
     def of_codes(self) -> CodesKernel | None:
         """What takes the place of the kernels that read the context of a tile of nodes, if anything does."""
-        return next(
-            (way for way in (SINGLE, DIRECT, WIDE) if way.takes(self.q, self.pages[0], self.work, self.shape)), None
-        )
+        ways = (SINGLE, DIRECT, WIDE)
+        return next((way for way in ways if way.takes(self.q, self.pages[0], self.work, self.first, self.shape)), None)
 
     @property
     def group_block(self) -> int:
@@ -79,8 +77,8 @@ class _Call:
     @property
     def first(self) -> int:
         """Splits that the first part of a context takes."""
-        work = self.work
-        many = len(work.tree_tiles) * self.num_kv_heads * work.max_context >= MANY_KEYS
+        work, heads = self.work, len(self.work.tree_tiles) * self.num_kv_heads
+        many = heads >= MANY_HEADS and heads * work.max_context >= MANY_KEYS
         return MANY_SPLITS if many and work.tree_block > MIN_BLOCK and not self.shape["WINDOW"] else 1
 
 
@@ -179,12 +177,12 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
             MERGE=merges, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not merges:
-        few = num_rows <= MERGED_AT_ONCE
-        heads = 1 if few else 4
+        few = num_rows * call.q.shape[1] <= MERGED_ALONE
+        heads = 1 if few else 2
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
-            call.out, *state, work.positions, work.ancestors, num_rows, FIRST=call.first, HEADS=heads, SIXTEEN=few,
-            num_warps=1, **sizes,
+            call.out, *state, work.positions, work.ancestors, num_rows, FIRST=call.first, HEADS=heads,
+            SIXTEEN=few and parts > 2 * NUM_SMALL, num_warps=1, **sizes,
         )  # fmt: skip
 
 

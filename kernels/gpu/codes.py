@@ -474,7 +474,7 @@ class CodesKernel:
         rows: rows × grouped heads of a tile.
         warps: of a program.
         max_registers: of a thread.
-        min_context: it is the faster one for contexts from this length on.
+        min_context: it is the faster one for contexts from this length on, or where a program takes many splits.
         min_programs: and where it has as many programs,
         min_keys: or the longest context × tiles of nodes × key heads is at least as much.
     """
@@ -487,13 +487,14 @@ class CodesKernel:
     min_programs: int = 0
     min_keys: int = 0
 
-    def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
+    def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, first: int, sizes: dict[str, Any]) -> bool:
         """Return whether this kernel is the faster one for a batch, of those that it is made for.
 
         Args:
             q: [N, num_heads, D].
             pages: the keys'.
             work: the batch.
+            first: splits that the first part takes.
             sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
         """
         made_for = (
@@ -507,7 +508,7 @@ class CodesKernel:
         )
         heads = len(work.tree_tiles) * int(sizes["G"])
         many = heads * num_splits(work.max_context) >= self.min_programs or heads * work.max_context >= self.min_keys
-        return bool(made_for) and work.max_context >= self.min_context and many
+        return bool(made_for) and (work.max_context >= self.min_context or first > 1) and many
 
     def attend(
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,

@@ -10,7 +10,7 @@ from specdec.kernels.gpu.pages import pointers, store_values
 from specdec.kernels.gpu.spread import spread_values
 from specdec.kernels.spread import spread_size
 
-_PROGRAMS = {"native": (800, 2, 8), "quantized": (1600, 1, 4)}
+_PROGRAMS = {"native": (800, 2, 8), "quantized": (1600, 1, 8)}
 """As many programs as are wanted, and the fewest and most heads of one. A program is one warp: the many sums of two,
 and the largest of a group, need no barrier then. Few rows are spread over the device's cores; of many rows, to start
 more programs takes longer than what they do."""

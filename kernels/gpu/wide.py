@@ -213,13 +213,14 @@ def _split(tiles, state, right, left, k_pages, v_pages, head, scale, G: gl.const
 
 
 @gluon.jit
-def _merge(m, total, kept_acc, both_kept, m_next, total_next, acc_next):
-    """Put a split behind those before it, whose values are in shared memory."""
+def _merge(before, both_kept, m_next, total_next, acc_next):
+    """Put a split behind those before it, whose state is in shared memory."""
+    m, total = gl.split(before[0].load(gl.join(m_next, m_next).type.layout))
     top, finite, a = new_maximum(m, m_next)
     b = gl.exp2(m_next - finite)
     a_of_acc, b_of_acc = _as_columns(both_kept, a, b)
-    total = total * a[:, None] + total_next * b[:, None]
-    return top, total, kept_acc.load(_SUM) * a_of_acc[None, :] + acc_next * b_of_acc[None, :]
+    total = total[:, None] * a[:, None] + total_next * b[:, None]
+    return top, total, before[1].load(_SUM) * a_of_acc[None, :] + acc_next * b_of_acc[None, :]
 
 
 @gluon.jit
@@ -279,7 +280,10 @@ def wide_kernel(
             m, total, acc, _, _, _ = _split(tiles, state, right, left, k_pages, v_pages, kv_head, scale, G, BLOCK_SIZE)
             _store(to, part, m, total, acc, H, GROUP)
         else:
-            kept_acc = gl.allocate_shared_memory(gl.float32, [D, ROWS], _KEPT_ACC, acc)
+            before = (
+                gl.allocate_shared_memory(gl.float32, [ROWS, 2], _KEPT_BOTH, gl.join(m, gl.max(total, 1))),
+                gl.allocate_shared_memory(gl.float32, [D, ROWS], _KEPT_ACC, acc),
+            )
             MERGED: gl.constexpr = 1 if CHAINS else 0  # of the last split, and a tree's goes on
             last_split = split_of(to_tile - MERGED, SMALL, NUM, LARGE)
             end_split = gl.minimum(splits[1], last_split + MERGED)
@@ -291,16 +295,16 @@ def wide_kernel(
                 state = _split(tiles, state, right, left, k_pages, v_pages, kv_head, scale, G, BLOCK_SIZE)
                 m_of, total_of, acc_of, blocks, stage, keys = state
                 ahead = blocks, stage, keys
-                to_part = part
+                to_part = gl.maximum(split - (FIRST - 1), 0)
                 if split < end_split:
-                    m, total, acc_of = _merge(m, total, kept_acc, right[3], m_of, total_of, acc_of)
+                    m_of, total_of, acc_of = _merge(before, right[3], m_of, total_of, acc_of)
                 else:
-                    m, total = m_of, total_of
                     to_part = gl.maximum(split - (FIRST - 1), 1)
                 if (split >= end_split) | (split + 1 == end_split):
-                    _store(to, to_part, m, total, acc_of, H, GROUP)
+                    _store(to, to_part, m_of, total_of, acc_of, H, GROUP)
                 else:
-                    kept_acc.store(acc_of)
+                    before[0].store(gl.join(m_of, gl.max(total_of, 1)))
+                    before[1].store(acc_of)
         async_copy.wait_group(0)
 
 
