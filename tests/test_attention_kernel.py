@@ -194,10 +194,8 @@ def test_a_program_of_many_splits_gives_the_same_bits(
     q = torch.randn(6 * nodes, 6, 32, device=DEVICE).half()
     work = chain_work(meta, 3, 2, 32) if chains else meta
     found = []
-    monkeypatch.setattr(attention, "MANY_SPLITS", splits)
-    monkeypatch.setattr(attention, "MANY_HEADS", 0)
-    for many_keys in (1 << 40, 0):
-        monkeypatch.setattr(attention, "MANY_KEYS", many_keys)
+    for first in (1, splits):
+        monkeypatch.setattr(attention._Call, "first", first)
         found.append(tree_attention(q, k, v, work, scale=0.2))
     assert torch.equal(*found)
     want = wide(meta, q, k, v, scale=0.2)

@@ -164,7 +164,7 @@ def only(way: CodesKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (1, 1, 512, None), (1, 1, 1024, "direct"), (8, 4, 8192, "direct"), (32, 1, 1024, "single"),
         (8, 1, 32768, "single"), (1, 4, 131072, "single"), (1, 16, 2048, None), (32, 16, 8192, "wide"),
-        (1, 5, 8192, None),
+        (1, 5, 8192, None), (1, 16, 4096, "wide"), (8, 16, 2048, None), (32, 16, 1024, "wide"),
     ],
 )  # fmt: skip
 def test_which_kernel_reads_a_batch(sequences: int, nodes: int, context: int, name: str | None) -> None:
@@ -172,14 +172,12 @@ def test_which_kernel_reads_a_batch(sequences: int, nodes: int, context: int, na
     work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, GROUP, 8, DIM, context, True)
     pages = pointers(one_block("int8"))
     q, sizes = torch.zeros(1, 32, DIM, dtype=torch.bfloat16), {"G": 8, "PDL": True, "SOFTCAP": False, "WINDOW": 0}
-    found = [name for name, way in WAYS.items() if way.takes(q, pages, work, 1, sizes)]
+    found = [name for name, way in WAYS.items() if way.takes(q, pages, work, sizes)]
     assert found[:1] == ([] if name is None else [name])
-    assert WIDE.takes(q, pages, work, 16, sizes) == (nodes == 16), "whatever the context"
     for other in ({"PDL": False}, {"SOFTCAP": True}, {"WINDOW": 512}):
-        assert not any(way.takes(q, pages, work, 1, sizes | other) for way in WAYS.values())
+        assert not any(way.takes(q, pages, work, sizes | other) for way in WAYS.values())
     assert not any(
-        way.takes(q[..., :64], pages, work, 1, sizes) or way.takes(q.float(), pages, work, 1, sizes)
-        for way in WAYS.values()
+        way.takes(q[..., :64], pages, work, sizes) or way.takes(q.float(), pages, work, sizes) for way in WAYS.values()
     )
 
 
@@ -204,9 +202,8 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
     way, launched = WAYS[name], []
     only(way, monkeypatch)
     monkeypatch.setattr(way, "attend", lambda *args, attend=way.attend: launched.append(attend(*args)))
-    monkeypatch.setattr(attention, "MANY_HEADS", 0)
-    for many_keys in (1 << 40, 0):  # and what counts the programs that are done begins anew
-        monkeypatch.setattr(attention, "MANY_KEYS", many_keys)
+    for splits in (1, NUM_SMALL if name == "wide" else 1):  # and what counts the programs that are done begins anew
+        monkeypatch.setattr(way, "first", lambda *args, splits=splits: splits)
         assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
     assert len(launched) == 2, "all were of the same kernel"
 
@@ -222,10 +219,8 @@ def test_chains_whose_splits_are_merged(
     only(way, monkeypatch)
     monkeypatch.setattr(way, "takes", lambda *args: True)
     monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
-    monkeypatch.setattr(attention, "MANY_SPLITS", 3)
-    monkeypatch.setattr(attention, "MANY_HEADS", 0)
-    for many_keys in (1 << 40, 0):
-        monkeypatch.setattr(attention, "MANY_KEYS", many_keys)
+    for splits in (1, 3 if name == "wide" else 1):
+        monkeypatch.setattr(way, "first", lambda *args, splits=splits: splits)
         got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
         for row in range(len(b.q) - 1):
             _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)

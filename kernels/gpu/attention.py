@@ -30,9 +30,9 @@ MERGED_ROWS = 16
 MERGED_ALONE = 4096
 """Rows × heads up to which a program merges the states of one, and takes sixteen of many at once."""
 
-MANY_SPLITS, MANY_HEADS, MANY_KEYS = NUM_SMALL, 64, 1 << 19
-"""A program takes so many splits of a wide tile, the first ones, and merges them itself, where the others are enough to
-put every multiprocessor to work: from so many tiles × key heads on, and from so many × the longest context."""
+MANY_HEADS, FEW_KEYS = 256, 4096
+"""From so many tiles × key heads on a program takes the small splits of a tile together, in contexts of up to so many
+keys. Of more keys those are the smaller part, and of fewer heads the program would be the last one to end."""
 
 MAX_REGISTERS = {16: 128, 64: 168}
 """By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
@@ -66,8 +66,9 @@ class _Call:
     @property
     def of_codes(self) -> CodesKernel | None:
         """What takes the place of the kernels that read the context of a tile of nodes, if anything does."""
-        ways = (SINGLE, DIRECT, WIDE)
-        return next((way for way in ways if way.takes(self.q, self.pages[0], self.work, self.first, self.shape)), None)
+        return next(
+            (way for way in (SINGLE, DIRECT, WIDE) if way.takes(self.q, self.pages[0], self.work, self.shape)), None
+        )
 
     @property
     def group_block(self) -> int:
@@ -77,9 +78,10 @@ class _Call:
     @property
     def first(self) -> int:
         """Splits that the first part of a context takes."""
-        work, heads = self.work, len(self.work.tree_tiles) * self.num_kv_heads
-        many = heads >= MANY_HEADS and heads * work.max_context >= MANY_KEYS
-        return MANY_SPLITS if many and work.tree_block > MIN_BLOCK and not self.shape["WINDOW"] else 1
+        if (way := self.of_codes) is not None:
+            return way.first(self.work, self.num_kv_heads)
+        many = len(self.work.tree_tiles) * self.num_kv_heads >= MANY_HEADS and self.work.max_context <= FEW_KEYS
+        return NUM_SMALL if many and self.work.tree_block == 64 and not self.shape["WINDOW"] else 1
 
 
 def tree_attention(

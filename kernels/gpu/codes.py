@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from specdec.kernels.gpu.online import num_splits
+from specdec.kernels.gpu.online import NUM_SMALL, num_splits
 from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.gpu.unpack import pairs_assembly, scales_assembly, word_assembly
 from specdec.kernels.work import AttentionWork
@@ -474,9 +474,11 @@ class CodesKernel:
         rows: rows × grouped heads of a tile.
         warps: of a program.
         max_registers: of a thread.
-        min_context: it is the faster one for contexts from this length on, or where a program takes many splits.
+        min_context: it is the faster one for contexts from this length on,
         min_programs: and where it has as many programs,
         min_keys: or the longest context × tiles of nodes × key heads is at least as much.
+        min_merged: it is so as well, and a program takes the small splits of a tile together, where the longest context
+            × the square of tiles × key heads is at least as much: other programs put every multiprocessor to work then.
     """
 
     kernel: Any
@@ -486,15 +488,21 @@ class CodesKernel:
     min_context: int
     min_programs: int = 0
     min_keys: int = 0
+    min_merged: int | None = None
 
-    def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, first: int, sizes: dict[str, Any]) -> bool:
+    def first(self, work: AttentionWork, num_kv_heads: int) -> int:
+        """Return how many splits the first part of a context takes."""
+        heads = len(work.tree_tiles) * num_kv_heads
+        merged = self.min_merged is not None and heads**2 * work.max_context >= self.min_merged
+        return NUM_SMALL if merged else 1
+
+    def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
         """Return whether this kernel is the faster one for a batch, of those that it is made for.
 
         Args:
             q: [N, num_heads, D].
             pages: the keys'.
             work: the batch.
-            first: splits that the first part takes.
             sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
         """
         made_for = (
@@ -508,7 +516,8 @@ class CodesKernel:
         )
         heads = len(work.tree_tiles) * int(sizes["G"])
         many = heads * num_splits(work.max_context) >= self.min_programs or heads * work.max_context >= self.min_keys
-        return bool(made_for) and (work.max_context >= self.min_context or first > 1) and many
+        faster = work.max_context >= self.min_context and many or self.first(work, int(sizes["G"])) > 1
+        return bool(made_for) and faster
 
     def attend(
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,

@@ -308,6 +308,6 @@ def wide_kernel(
         async_copy.wait_group(0)
 
 
-WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096)
-"""In shorter contexts, whose splits are two tiles each, the other kernels are about as fast or ahead
-(`benchmarks/results/wide_h200.json`, 1 to 32 sequences of 1,024 to 131,072 tokens)."""
+WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096, min_merged=1 << 25)
+"""In shorter contexts, whose splits are two tiles each, the other kernels are about as fast or ahead, unless a program
+takes those together (`benchmarks/results/wide_h200.json`, 1 to 64 sequences of 512 to 131,072 tokens)."""
