@@ -5,10 +5,11 @@
     python benchmarks/kernels_gpu.py formats --json benchmarks/results/formats_h100.json
     python benchmarks/kernels_gpu.py direct --json benchmarks/results/direct_h200.json
     python benchmarks/kernels_gpu.py wide --json benchmarks/results/wide_h200.json
+    python benchmarks/kernels_gpu.py rope --json benchmarks/results/rope_h200.json
 
 `products` tries tiles for each shape and number of rows, against cuBLAS; `attention` compares with torch's SDPA on
 gathered keys and values, `formats` quantized pages with native ones, and `direct` and `wide` the kernels that may read
-them, for few nodes and for more.
+them, for few nodes and for more; `rope` is rotation and page write by how much a program does.
 Bandwidths are against a large copy's in the same run.
 """
 
@@ -35,6 +36,7 @@ from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.codes import CodesKernel
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
+from specdec.kernels.gpu.rope import PROGRAMS, rope_write
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import AttentionWork, uniform_work
@@ -220,7 +222,7 @@ class Case:
         """The batch as a captured step has it."""
         m = self.meta
         lens = torch.tensor(m.context_lens, dtype=torch.int32, device="cuda")
-        shape = (self.group, self.kv_heads, self.head_dim, self.context)
+        shape = (self.group, self.kv_heads, self.context)
         table = m.block_table.int()
         return uniform_work(len(lens), self.nodes, table, lens, m.positions, m.ancestors, *shape, True)
 
@@ -316,7 +318,8 @@ def direct_codes(formats: str, path: str | None) -> None:
 
 WIDE_CASES = [
     (32, 8192, 16), (8, 32768, 16), (1, 8192, 16), (1, 32768, 16), (1, 131072, 16), (1, 1024, 16), (1, 2048, 16),
-    (1, 4096, 16), (8, 2048, 16), (8, 4096, 16), (32, 2048, 16), (32, 4096, 16),
+    (1, 4096, 16), (4, 16384, 16), (8, 2048, 16), (8, 4096, 16), (8, 8192, 16), (16, 1024, 16), (16, 2048, 16),
+    (32, 2048, 16), (32, 4096, 16), (64, 512, 16), (64, 1024, 16), (1, 32768, 64), (8, 8192, 64),
 ]  # fmt: skip
 
 
@@ -357,6 +360,30 @@ def _of_codes(
             click.echo(str(row))
             rows.append(row)
     return rows
+
+
+@main.command()
+@click.option("--formats", default="auto,fp8,int8,int4", help="Values of kv_cache_dtype.")
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def rope(formats: str, path: str | None) -> None:
+    """Rotation and page write of 32 and 8 heads of 128, by the heads of a program, and by as many as are chosen."""
+    rows: list[dict[str, object]] = []
+    for name in formats.split(","):
+        layout = KVLayout(1, 8, 128, torch.bfloat16).stored_as(name)
+        pages = KVPages(layout, 64, 16, torch.device("cuda"))
+        for n in (1, 16, 64, 512):
+            row: dict[str, object] = {"kv_cache_dtype": name, "rows": n}
+            qkv = [torch.randn(n, 48, 128, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+            cos, sin = (torch.randn(n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            slots = torch.randperm(64 * 16, device="cuda")[:n]
+            calls = [partial(rope_write, x, cos, sin, pages.k[0], pages.v[0], slots, 32) for x in qkv * 4]
+            row["us"] = round(timed(calls), 2)
+            for heads in (1, 2, 4, 8):
+                with patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, (1, heads, heads))):
+                    row[f"us_of_{heads}"] = round(timed(calls), 2)
+            click.echo(str(row))
+            rows.append(row)
+    write(path, {"rows": rows})
 
 
 @main.command()

@@ -11,6 +11,9 @@ import torch
 
 MIN_BLOCK = 16
 """Fewest rows of a matrix instruction."""
+MAX_TREE_BLOCK = 64
+"""More nodes in a tile would read a context fewer times, but leave multiprocessors idle: tiles of 128 rows were slower
+in short contexts, and about as fast in long ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,11 @@ def make_work(
         block_table: [B, M] int64.
         positions, ancestors: [N] int64.
         group: query heads that share a key head.
-        max_block: most rows × grouped heads in a tile, a power of 2.
+        max_block: most rows × grouped heads in a tile of causal rows, a power of 2.
     """
     num_nodes = [end - row - n for (row, end), n in zip(pairwise(cu_seqlens_q), num_causal, strict=True)]
-    chunk_block, tree_block = (tile_block(max(rows, default=1), group, max_block) for rows in (num_causal, num_nodes))
+    chunk_block = tile_block(max(num_causal, default=1), group, max_block)
+    tree_block = tree_tile_block(max(num_nodes, default=1), group)
     parts = divide(cu_seqlens_q, num_causal, chunk_block // group, tree_block // group)
     ends = list(accumulate(map(len, (context_lens, *parts)), initial=0))
     flat = torch.tensor([*context_lens, *chain(*parts)], dtype=torch.int32, device=positions.device)
@@ -150,7 +154,6 @@ def uniform_work(
     ancestors: torch.Tensor,
     group: int,
     num_kv_heads: int,
-    head_dim: int,
     max_context: int,
     chains: bool,
 ) -> AttentionWork:
@@ -162,11 +165,11 @@ def uniform_work(
         context_lens: [B] int32.
         positions, ancestors: [B n] int64; ancestors of padding are 0.
         group: query heads a key head.
-        num_kv_heads, head_dim: attention's shape.
+        num_kv_heads: key heads.
         max_context: no context is longer.
         chains: whether each tree is a chain.
     """
-    block = tile_block(num_nodes, group, max_block(head_dim))
+    block = tree_tile_block(num_nodes, group)
     tiles = _tree_tiles([(b, b * num_nodes, num_nodes) for b in range(num_seqs)], block // group)
     device = positions.device
     rows = torch.arange(num_seqs * num_nodes, dtype=torch.int32, device=device)
@@ -189,8 +192,13 @@ def uniform_work(
 
 
 def max_block(head_dim: int) -> int:
-    """Most rows × grouped heads of a tile: what the registers of a multiprocessor hold."""
+    """Most rows × grouped heads of a tile of causal rows: what the registers of a multiprocessor hold."""
     return 128 if head_dim <= 128 else 64
+
+
+def tree_tile_block(num_nodes: int, group: int) -> int:
+    """Rows × grouped heads of a tile of nodes, at most `MAX_TREE_BLOCK` unless one row's are more."""
+    return tile_block(num_nodes, group, MAX_TREE_BLOCK)
 
 
 def tile_block(num_rows: int, group: int, max_block: int) -> int:

@@ -94,7 +94,7 @@ def make_batch(shape: Shape, contexts: list[int], *, chains: bool) -> Batch:
     ancestors[-1] = 0  # padding
     positions = torch.tensor([n + i for n in contexts for i in range(nodes)], device=DEVICE)
     lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    sizes = GROUP, kv_heads, DIM, max(contexts)
+    sizes = GROUP, kv_heads, max(contexts)
     work = uniform_work(len(contexts), nodes, table, lens, positions, ancestors, *sizes, chains)
     return Batch(torch.randn(len(positions), kv_heads * GROUP, DIM).bfloat16().to(DEVICE), pages, work, slots, nodes)
 
@@ -169,7 +169,7 @@ def only(way: CodesKernel, monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_which_kernel_reads_a_batch(sequences: int, nodes: int, context: int, name: str | None) -> None:
     table, rows = torch.zeros(sequences, 1, dtype=torch.int32), torch.zeros(sequences * nodes, dtype=torch.int64)
-    work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, GROUP, 8, DIM, context, True)
+    work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, GROUP, 8, context, True)
     pages = pointers(one_block("int8"))
     q, sizes = torch.zeros(1, 32, DIM, dtype=torch.bfloat16), {"G": 8, "PDL": True, "SOFTCAP": False, "WINDOW": 0}
     found = [name for name, way in WAYS.items() if way.takes(q, pages, work, sizes)]

@@ -61,11 +61,11 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
     if k < 2048:
         return Tile(rows, 16 if rows == 64 or k > 1024 else 32, 256 if k > 1024 else 128, 4, 4)
     if num_weights == 2:
-        return Tile(16, 32, 256, 4, 4) if rows == 16 else Tile(64, 32, 128, 4, 3)
+        return Tile(16, 64, 128, 4, 3) if rows == 16 else Tile(64, 32, 128, 4, 3)
     if out >= 32768:
         return Tile(16, 64, 256, 4, 4) if rows == 16 else Tile(64, 128, 128, 8, 3)
     if rows == 16:
-        return Tile(16, 32, 256, 2, 5)
+        return Tile(16, 32, 256, 2, 4 if out > 4096 else 5)
     return Tile(64, 64, 128, 4, 5) if out > 4096 else Tile(64, 32, 128, 4, 8)
 
 

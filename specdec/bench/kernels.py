@@ -194,7 +194,6 @@ def _captured_work(meta: AttentionMetadata, weights: DecoderWeights) -> Attentio
         meta.ancestors,
         weights.num_heads // weights.num_kv_heads,
         weights.num_kv_heads,
-        weights.head_dim,
         context,
         chains=True,
     )

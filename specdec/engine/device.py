@@ -82,7 +82,6 @@ class DeviceStep:
             empty,
             w.num_heads // w.num_kv_heads,
             w.num_kv_heads,
-            w.head_dim,
             bucket.max_context,
             self._chains,
         )

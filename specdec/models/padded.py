@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 import torch
 
 from specdec.kernels.attention import AttentionMetadata
-from specdec.kernels.work import assemble, divide, max_block, tile_block
+from specdec.kernels.work import assemble, divide, max_block, tile_block, tree_tile_block
 from specdec.models.batch import Batch
 
 CONTEXTS = (1024, 2048, 8192, 32768)
@@ -50,8 +50,8 @@ class PaddedBatch:
     """
 
     def __init__(self, shape: PaddedShape, max_blocks: int, group: int, head_dim: int, device: torch.device) -> None:
-        rows, seqs, block = shape.num_rows, shape.num_seqs, max_block(head_dim)
-        chunk_block, tree_block = tile_block(rows, group, block), tile_block(shape.num_nodes, group, block)
+        rows, seqs = shape.num_rows, shape.num_seqs
+        chunk_block, tree_block = tile_block(rows, group, max_block(head_dim)), tree_tile_block(shape.num_nodes, group)
         self._tile_rows = chunk_block // group, tree_block // group
         nodes = min(rows, seqs * shape.num_nodes)
         nothing = rows - 1  # a row of padding
