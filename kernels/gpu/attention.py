@@ -22,7 +22,7 @@ from specdec.kernels.gpu.pages import PagePointers, pointers
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
 from specdec.kernels.gpu.wide import WIDE
-from specdec.kernels.work import MIN_BLOCK, AttentionWork, max_block, tile_block
+from specdec.kernels.work import MAX_TREE_BLOCK, MIN_BLOCK, AttentionWork, max_block, tile_block
 
 MERGED_ROWS = 16
 """Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
@@ -42,7 +42,11 @@ faster with all that they take."""
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call's tensors, and what is compiled in: `sizes` for all kernels, `shape` for those that read keys."""
+    """One call's tensors, and what is compiled in: `sizes` for all kernels, `shape` for those that read keys.
+
+    `way` takes the place of the kernels that read the context of a tile of nodes, if it isn't None; `first` is how many
+    splits the first part of a context takes.
+    """
 
     q: Tensor
     pages: tuple[PagePointers, PagePointers]
@@ -52,6 +56,8 @@ class _Call:
     factors: tuple[float, float]
     sizes: dict[str, object]
     shape: dict[str, object]
+    way: CodesKernel | None
+    first: int
 
     @property
     def options(self) -> dict[str, int]:
@@ -64,24 +70,9 @@ class _Call:
         return options
 
     @property
-    def of_codes(self) -> CodesKernel | None:
-        """What takes the place of the kernels that read the context of a tile of nodes, if anything does."""
-        return next(
-            (way for way in (SINGLE, DIRECT, WIDE) if way.takes(self.q, self.pages[0], self.work, self.shape)), None
-        )
-
-    @property
     def group_block(self) -> int:
         """Rows of a tile that holds one row's grouped heads."""
         return tile_block(1, self.q.shape[1] // self.num_kv_heads, MIN_BLOCK)
-
-    @property
-    def first(self) -> int:
-        """Splits that the first part of a context takes."""
-        if (way := self.of_codes) is not None:
-            return way.first(self.work, self.num_kv_heads)
-        many = len(self.work.tree_tiles) * self.num_kv_heads >= MANY_HEADS and self.work.max_context <= FEW_KEYS
-        return NUM_SMALL if many and self.work.tree_block == 64 and not self.shape["WINDOW"] else 1
 
 
 def tree_attention(
@@ -128,7 +119,9 @@ def tree_attention(
     work = meta.work(num_heads // num_kv_heads, max_block(head_dim))
     factors = (scale, 0.0 if softcap is None else softcap)
     pages = pointers(k_pages), pointers(v_pages)
-    call = _Call(q, pages, num_kv_heads, torch.empty_like(q), work, factors, sizes, shape)
+    way = next((way for way in (SINGLE, DIRECT, WIDE) if way.takes(q, pages[0], work, shape)), None)
+    first = _first_part(work, num_kv_heads, window) if way is None else way.first(work, num_kv_heads)
+    call = _Call(q, pages, num_kv_heads, torch.empty_like(q), work, factors, sizes, shape, way, first)
     if len(work.chunk_tiles):
         _run_chunks(call)
     if work.arrived is not None:
@@ -136,6 +129,12 @@ def tree_attention(
     elif len(work.tree_rows):
         _run_trees(call)
     return call.out
+
+
+def _first_part(work: AttentionWork, num_kv_heads: int, window: int | None) -> int:
+    """How many splits the first part of a context takes in the kernels for pages of any kind."""
+    many = len(work.tree_tiles) * num_kv_heads >= MANY_HEADS and work.max_context <= FEW_KEYS
+    return NUM_SMALL if many and work.tree_block == MAX_TREE_BLOCK and not window else 1
 
 
 def _run_chunks(call: _Call) -> None:
@@ -150,8 +149,8 @@ def _run_chunks(call: _Call) -> None:
 def _run_trees(call: _Call) -> None:
     work, table, num_nodes = call.work, call.work.block_table, len(call.work.tree_rows)
     state, parts = _states(call)
-    if (way := call.of_codes) is not None:
-        way.attend(call.q, call.pages, state, work, call.factors[0], parts, call.first, call.shape)
+    if call.way is not None:
+        call.way.attend(call.q, call.pages, state, work, call.factors[0], parts, call.first, call.shape)
     else:
         context_kernel[(len(work.tree_tiles), call.num_kv_heads, parts)](
             call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
@@ -169,9 +168,9 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
     work, num_rows = call.work, len(call.q)
     state, parts = _states(call)
     merges = work.tree_block <= MERGED_ROWS
-    if (way := call.of_codes) is not None:
+    if call.way is not None:
         merges = False
-        way.attend(call.q, call.pages, state, work, call.factors[0], parts, call.first, call.shape)
+        call.way.attend(call.q, call.pages, state, work, call.factors[0], parts, call.first, call.shape)
     else:
         chain_kernel[(len(work.tree_tiles), call.num_kv_heads, parts)](
             call.q, *call.pages, call.out, *state, arrived, work.block_table, work.positions, work.ancestors,
