@@ -60,6 +60,8 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
         return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
     if k < 2048:
         return Tile(rows, 16 if rows == 64 or k > 1024 else 32, 256 if k > 1024 else 128, 4, 4)
+    if num_weights == 2 and num_rows == 1:
+        return Tile(16, 32, 256, 4, 4)
     if num_weights == 2:
         return Tile(16, 64, 128, 4, 3) if rows == 16 else Tile(64, 32, 128, 4, 3)
     if out >= 32768:
