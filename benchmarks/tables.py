@@ -244,17 +244,30 @@ def quantized_attention() -> str:
 
 
 def wide_attention() -> str:
-    """Return the same of tiles of 64 rows, with sixteen nodes as chains and as trees."""
-    found = {(r["sequences"], r["context"], r["kv_cache_dtype"]): r for r in read("wide_h200")["rows"]}
+    """Return the same of tiles of 64 rows, with nodes as chains and as trees."""
+    found = {(r["sequences"], r["context"], r["nodes"], r["kv_cache_dtype"]): r for r in read("wide_h200")["rows"]}
     rows = []
-    for sequences, context, name in sorted(found):
+    for sequences, context, nodes, name in sorted(found):
         if name == "int8":
-            r, fp8 = found[sequences, context, "int8"], found[sequences, context, "fp8"]
+            r, fp8 = (found[sequences, context, nodes, name] for name in ("int8", "fp8"))
             for kind, end in ("chains", "us"), ("trees", "tree_us"):
                 times = r[f"native_{end}"], *(x[f"{how}_{end}"] for x in (r, fp8) for how in ("shared", "wide"))
-                rows.append([sequences, f"{context:,}", kind, *(f"{us:.0f}" for us in times)])
+                rows.append([sequences, f"{context:,}", f"{nodes} in {kind}", *(f"{us:.0f}" for us in times)])
     ways = ("int8, values kept", "int8, codes kept", "fp8, values kept", "fp8, codes kept")
-    return table(("sequences", "context", "16 nodes as", "bf16, µs", *ways), rows)
+    return table(("sequences", "context", "nodes", "bf16, µs", *ways), rows)
+
+
+def long_attention() -> str:
+    """Return one layer's attention over long contexts by format, as engines run it; nodes are chains or trees."""
+    found: dict[tuple[int, int, int], dict[str, Any]] = {}
+    for r in read("formats_h200")["rows"]:
+        found.setdefault((r["sequences"], r["context"], r["nodes"]), {})[r["kv_cache_dtype"]] = r
+    rows = []
+    for (sequences, context, nodes), by_format in found.items():
+        for kind in ("chain", "tree"):
+            times = [f"{by_format[name][f'{kind}_us']:.0f}" for name in ("auto", "fp8", "int8", "int4")]
+            rows.append([sequences, f"{context:,}", f"{nodes} in {kind}s", *times])
+    return table(("sequences", "context", "nodes", "bf16, µs", "fp8", "int8", "int4"), rows)
 
 
 def prefix_reuse() -> str:
@@ -417,7 +430,7 @@ def _machine(result: dict[str, Any]) -> str:
 _BENCH = (acceptance, acceptance_at_once, picture, seeds, serve_agreement)
 _CPU = (demo, demo_default, dropin, linear)
 _SPEED = (attention, heads, ngram_gpu, nodes, prefill, products, startup, throughput)
-_SERVING = (cache_steps, quantized_attention, wide_attention, prefix_reuse, runtime)
+_SERVING = (cache_steps, long_attention, quantized_attention, wide_attention, prefix_reuse, runtime)
 _EQUALITY = (cache_quality, exact_gpu, property_cases, tau_of_heads, traffic)
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f for f in (*_BENCH, *_CPU, *_SPEED, *_SERVING, *_EQUALITY, provenance)

@@ -165,6 +165,18 @@ def test_chains(nodes: int, window: int | None) -> None:
         assert work.arrived is not None and not bool(work.arrived.any())
 
 
+def test_programs_that_merge_one_head_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine heads: the last program has one. A tile is too wide for one program to merge."""
+    meta, keys = build([(0, 0, chain_parents(7)), (300, 0, chain_parents(7))], device=DEVICE)
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 3, 32, torch.float16, keys)
+    q, found = torch.randn(14, 9, 32, device=DEVICE).half(), []
+    for rows in (1 << 20, 0):
+        monkeypatch.setattr(attention, "MERGED_ALONE", rows)
+        found.append(tree_attention(q, k, v, chain_work(meta, 3, 3), scale=0.2))
+    assert torch.equal(*found)
+    assert_close(found[0], wide(meta, q, k, v, scale=0.2))
+
+
 @pytest.mark.parametrize(("dim", "block"), [(64, 64), (256, 16), (256, 64)])
 def test_chains_over_blocks_and_tiles_of_any_size(dim: int, block: int) -> None:
     chain = chain_parents(3)

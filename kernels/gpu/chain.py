@@ -10,52 +10,20 @@ import triton.language as tl
 
 from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
+    attend_tiles,
     both_worth,
     empty,
-    load_kv,
     load_q,
     merge,
     merge_splits,
     part_of_program,
     part_with,
-    places,
     split_of,
     splits_of,
     start_of,
     store_out,
     store_state,
-    update,
 )
-
-
-@triton.jit
-def _attend(
-    m, total, acc, q, k_ptr, v_ptr, table_at, first, end, kv_head, seen, scale, softcap,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Put tiles behind those before.
-
-    Args:
-        m, total, acc: the state.
-        q: the queries.
-        k_ptr, v_ptr, table_at: pages of keys and of values, and where the block table starts.
-        first, end: which tiles.
-        kv_head: which head of them.
-        seen: the last key that each row sees, and any.
-        scale, softcap: of the scores.
-    """
-    position, last = seen
-    for tile in range(first, end):
-        key = tile * TILE + tl.arange(0, TILE)
-        there = key <= last
-        within = places(tile, TILE, BLOCK_SIZE)
-        k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
-        see = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            see = see & (key[None, :] > position[:, None] - WINDOW)
-        m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, True)
-    return m, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "nodes"])
@@ -119,18 +87,19 @@ def chain_kernel(
         m, total, acc = empty(BLOCK_M, BLOCK_D)
         if FIRST == 1:
             end = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
-            m, total, acc = _attend(
-                m, total, acc, q, k_ptr, v_ptr, table_at, tile, end, kv_head, (position, last), scale, softcap,
-                SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+            m, total, acc = attend_tiles(
+                m, total, acc, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, last, scale, softcap,
+                True, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
             )  # fmt: skip
         else:
+            tl.static_assert(WINDOW == 0, "a window may begin within a part")
             for split_of_part in range(split, tl.minimum(end_split, count)):
                 tile = start_of(split_of_part, SMALL, NUM, LARGE)
                 end_of = tl.minimum(start_of(split_of_part + 1, SMALL, NUM, LARGE), end)
                 m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
-                m_of, total_of, acc_of = _attend(
-                    m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, tile, end_of, kv_head, (position, last),
-                    scale, softcap, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+                m_of, total_of, acc_of = attend_tiles(
+                    m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, tile, end_of, kv_head, position, last,
+                    scale, softcap, True, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
                 )  # fmt: skip
                 m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
         if MERGE and count == 1:

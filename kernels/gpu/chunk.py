@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.gpu.launch import wait_for_inputs
-from specdec.kernels.gpu.online import empty, load_kv, load_q, merge, places, split_of, start_of, store_out, update
+from specdec.kernels.gpu.online import attend_tiles, empty, load_q, merge, split_of, start_of, store_out
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -54,14 +54,9 @@ def chunk_kernel(
         m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
         from_tile = tl.maximum(start_of(split, SMALL, NUM, LARGE), lowest)
         to_tile = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
-        for tile in range(from_tile, to_tile):
-            key = tile * TILE + tl.arange(0, TILE)
-            there = key <= last
-            within = places(tile, TILE, BLOCK_SIZE)
-            k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
-            see = key[None, :] <= position[:, None]
-            if WINDOW > 0:
-                see = see & (key[None, :] > position[:, None] - WINDOW)
-            m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see, scale, softcap, SOFTCAP, True)
+        m_of, total_of, acc_of = attend_tiles(
+            m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, from_tile, to_tile, kv_head, position, last,
+            scale, softcap, True, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+        )  # fmt: skip
         m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
     store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)

@@ -184,6 +184,44 @@ def load_kv(
 
 
 @triton.jit
+def attend_tiles(
+    m, total, acc, q, k_ptr, v_ptr, table_at, first, end, head, position, last, scale, softcap,
+    CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Put tiles behind those before.
+
+    Args:
+        m, total, acc: the state.
+        q: the queries.
+        k_ptr, v_ptr, table_at: `PagePointers` of keys and of values, and where the block table starts.
+        first, end: which tiles.
+        head: which head of them.
+        position: [M] int32, of each row: it sees keys up to there, and above it less `WINDOW`, if there is one.
+        last: the largest position.
+        scale, softcap: of the scores.
+        CAUSAL: whether keys may lie behind a row; else all rows see all of them, but for their window.
+    """
+    for tile in range(first, end):
+        key = tile * TILE + tl.arange(0, TILE)
+        if CAUSAL:
+            there = key <= last
+        else:
+            there = key >= 0
+        within = places(tile, TILE, BLOCK_SIZE)
+        k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
+        see = there[None, :]
+        if CAUSAL:
+            see = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                see = see & (key[None, :] > position[:, None] - WINDOW)
+        elif WINDOW > 0:
+            see = key[None, :] > position[:, None] - WINDOW
+        m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, CAUSAL or WINDOW > 0)
+    return m, total, acc
+
+
+@triton.jit
 def store_out(out_ptr, row, head, ok, total, acc, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Divide by the weights and store; what saw nothing is 0."""
     d = tl.arange(0, BLOCK_D)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
+    attend_tiles,
     empty,
     load_kv,
     load_q,
@@ -20,7 +21,6 @@ from specdec.kernels.gpu.online import (
     part_of_last,
     part_of_program,
     part_with,
-    places,
     scores,
     split_of,
     splits_of,
@@ -30,35 +30,6 @@ from specdec.kernels.gpu.online import (
     update,
     weigh,
 )
-
-
-@triton.jit
-def _attend(
-    m, total, acc, q, k_ptr, v_ptr, table_at, first, end, kv_head, position, scale, softcap,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Put tiles behind those before, which all rows see but for their window.
-
-    Args:
-        m, total, acc: the state.
-        q: the queries.
-        k_ptr, v_ptr, table_at: pages of keys and of values, and where the block table starts.
-        first, end: which tiles.
-        kv_head: which head of them.
-        position: where each row stands, if there is a window.
-        scale, softcap: of the scores.
-    """
-    for tile in range(first, end):
-        key = tile * TILE + tl.arange(0, TILE)
-        there = key >= 0
-        within = places(tile, TILE, BLOCK_SIZE)
-        k, v = load_kv(k_ptr, v_ptr, table_at, key, within, there, kv_head, q.dtype, BLOCK_SIZE, G, D, BLOCK_D)
-        see = there[None, :]
-        if WINDOW > 0:
-            see = key[None, :] > position[:, None] - WINDOW
-        m, total, acc = update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP, WINDOW > 0)
-    return m, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_nodes"])
@@ -115,9 +86,9 @@ def context_kernel(
         m, total, acc = empty(BLOCK_M, BLOCK_D)
         if FIRST == 1:
             end = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), shared)
-            m, total, acc = _attend(
-                m, total, acc, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, scale, softcap,
-                SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+            m, total, acc = attend_tiles(
+                m, total, acc, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, context, scale, softcap,
+                False, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
             )  # fmt: skip
             store_state(m_ptr, total_ptr, acc_ptr, split, num_nodes, node, head, ok, m, total, acc, H, D, BLOCK_D)
         else:
@@ -126,9 +97,9 @@ def context_kernel(
                 tile = start_of(split_of_part, SMALL, NUM, LARGE)
                 end = tl.minimum(start_of(split_of_part + 1, SMALL, NUM, LARGE), shared)
                 m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
-                m_of, total_of, acc_of = _attend(
-                    m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, scale, softcap,
-                    SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+                m_of, total_of, acc_of = attend_tiles(
+                    m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, context,
+                    scale, softcap, False, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
                 )  # fmt: skip
                 is_last = split_of_part == last_split
                 if is_last:

@@ -309,5 +309,6 @@ def wide_kernel(
 
 
 WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096, min_merged=1 << 25)
-"""In shorter contexts, whose splits are two tiles each, the other kernels are about as fast or ahead, unless a program
-takes those together (`benchmarks/results/wide_h200.json`, 1 to 64 sequences of 512 to 131,072 tokens)."""
+"""In shorter contexts, whose splits are two tiles each, the other kernels are about as fast or ahead
+(`benchmarks/results/wide_h200.json`, of before a program took those splits together). Where one does, this kernel was
+ahead of them with 8 to 64 sequences of 512 to 32,768 tokens: `benchmarks/kernels_gpu.py wide` has these cases, too."""
