@@ -1,11 +1,13 @@
 """Quantized weights: transformers quantizes, the decoder calls what it made, and speculation stays invisible."""
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -159,6 +161,63 @@ def test_a_quantized_checkpoint_loads_without_being_told(saved: Path, tmp_path: 
     assert isinstance(llm.engine.model, Decoder) and llm.engine.model.quantized_by == "torchao"
     want = outputs(run(make_engine(quantized(saved, "int8_dynamic")), PROMPTS, PARAMS))
     assert [c.token_ids for c in llm.generate(PROMPTS, PARAMS)] == want
+
+
+def packed(weight: torch.Tensor, method: str, group: int = 32) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A weight [out, in] as GPTQ or AWQ checkpoints store it, in 4 bits, and what it is worth then: [out, in]."""
+    wide, out = weight.t().reshape(-1, group, len(weight)), len(weight)
+    scales = (wide.abs().amax(1, keepdim=True) / 7).half()
+    codes = (wide / scales.float()).round() + 8
+    worth = ((codes - 8) * scales.float()).flatten(0, 1)
+    codes = codes.flatten(0, 1).int()  # [in, out]
+    if method == "gptq":  # eight rows a word, and zero points less one
+        words, zeros = _words(codes.t(), range(8)).t(), torch.full((len(wide), out), 7, dtype=torch.int32)
+        tensors = {"qweight": words, "qzeros": _words(zeros, range(8))}
+        tensors["g_idx"] = (torch.arange(len(codes)) // group).int()
+    else:  # eight columns a word
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        zeros = torch.full((len(wide), out), 8, dtype=torch.int32)
+        tensors = {"qweight": _words(codes, order), "qzeros": _words(zeros, order)}
+    tensors["scales"] = scales.squeeze(1)
+    return {name: x.contiguous() for name, x in tensors.items()}, worth.t().contiguous()
+
+
+def _words(codes: torch.Tensor, order: Iterable[int]) -> torch.Tensor:
+    """Fours of bits [n, 8 m] as words [n, m], the lowest bits first."""
+    eights = codes.reshape(len(codes), -1, 8)
+    parts = [eights[..., place] << 4 * i for i, place in enumerate(order)]
+    return torch.stack(parts).sum(0, dtype=torch.int32)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is None, reason="gptqmodel is not installed")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_checkpoints_of_four_bits(method: str, tmp_path: Path) -> None:
+    """gptqmodel 7.7 needs a NumPy that Triton's interpreter doesn't know: so this is for an environment of its own."""
+    dense = tiny_llama(dtype=torch.float32, hidden_size=64, intermediate_size=128, head_dim=16)
+    tensors: dict[str, torch.Tensor] = {}
+    worth = dict(dense.state_dict())
+    for name, weight in dense.state_dict().items():
+        if name.endswith("_proj.weight"):
+            parts, worth[name] = packed(weight, method)
+            tensors |= {f"{name.removesuffix('weight')}{part}": x for part, x in parts.items()}
+        else:
+            tensors[name] = weight.contiguous()
+    dense.load_state_dict(worth)
+    kind = {"desc_act": False, "sym": True, "checkpoint_format": "gptq"} if method == "gptq" else {"version": "gemm"}
+    dense.config.quantization_config = {"quant_method": method, "bits": 4, "group_size": 32, "zero_point": True} | kind
+    dense.config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    del dense.config.quantization_config
+    model = load(tmp_path, dtype=torch.float32, device=CPU).model
+    target = make_target(model)
+    assert isinstance(target, Decoder) and target.quantized_by == method
+    ids = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        want, got = (x(ids).logits[0, -1].float() for x in (dense, model))  # its kernels may compute in half precision
+    torch.testing.assert_close(got, want, atol=0.05 * float(want.abs().max()), rtol=0)
+    plain = outputs(run(make_engine(target, max_num_seqs=1), PROMPTS, PARAMS))
+    assert outputs(run(make_engine(target, NGramDrafter()), PROMPTS, PARAMS)) == plain
 
 
 @needs_torchao
