@@ -67,10 +67,12 @@ def attend(
     chains: bool,
     dtype: torch.dtype = torch.bfloat16,
     codes: str | None = None,
+    first: int = 1,
 ) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of 128 values.
 
-    `codes` is the kernel that codes go straight to the tensor cores by, if one does: SINGLE, DIRECT or WIDE.
+    `codes` is the kernel that codes go straight to the tensor cores by, if one does: SINGLE, DIRECT or WIDE; `first` is
+    how many splits its first part takes.
     """
     heads, kv_heads, dim = 32, 8, 128
     pages = pages_of(pages_format, kv_heads, dim, dtype)
@@ -79,6 +81,7 @@ def attend(
     work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, kv_heads, 1024, chains)
     for name in ("SINGLE", "DIRECT", "WIDE"):
         getattr(attention, name).takes = lambda *args, takes=name == codes: takes
+        getattr(attention, name).first = lambda *args: first
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
 
 

@@ -212,23 +212,23 @@ def test_when_a_program_takes_many_splits_of_native_pages(
 
 
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize("splits", [2, 3])
+@pytest.mark.parametrize(("splits", "dim"), [(2, 32), (3, 128)])
 def test_a_program_of_many_splits_gives_the_same_bits(
-    chains: bool, splits: int, monkeypatch: pytest.MonkeyPatch
+    chains: bool, splits: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts end before, at and behind the splits that it takes, and padding sees nothing."""
     nodes = 7
     meta, keys = build([(n, 0, chain_parents(nodes)) for n in (0, 127, 128, 300, 390, 700)], device=DEVICE)
     meta.ancestors[-2:] = 0
-    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 2, 32, torch.float16, keys)
-    q = torch.randn(6 * nodes, 6, 32, device=DEVICE).half()
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 2, dim, DTYPES[-1], keys)
+    q = torch.randn(6 * nodes, 6, dim, device=DEVICE).to(DTYPES[-1])
     work = chain_work(meta, 3, 2) if chains else meta
     found = []
     for first in (1, splits):
         monkeypatch.setattr(attention, "_first_part", lambda *args, first=first: first)
-        found.append(tree_attention(q, k, v, work, scale=0.2))
+        found.append(tree_attention(q, k, v, work, scale=dim**-0.5))
     assert torch.equal(*found)
-    want = wide(meta, q, k, v, scale=0.2)
+    want = wide(meta, q, k, v, scale=dim**-0.5)
     want[-2:] = 0
     assert_close(found[1], want)
 

@@ -242,10 +242,11 @@ class InTorch:
 
 def test_shared_memory_holds_codes_and_no_values() -> None:
     """That operands are in place already, the compiler says (`assert_trivial`); queries and weights are kept, too."""
-    [single, narrow, wider] = on_hopper("""
+    [single, narrow, wider, merged] = on_hopper("""
 from tests.hopper import COMPILED, attend
-for nodes, name in (1, "single"), (1, "direct"), (16, "wide"):
-    attend("int8", nodes, chains=True, codes=name.upper())
+for nodes, name, first in (1, "single", 1), (1, "direct", 1), (16, "wide", 1), (16, "wide", 16):
+    COMPILED.clear()
+    attend("int8", nodes, chains=True, codes=name.upper(), first=first)
     print(*((str(made["ttgir"]), made["ptx"]) for kernel, made in COMPILED if kernel == name + "_kernel"))
 """)
     codes = {"tensor<64x32xi32", "tensor<64x1xi32"}
@@ -259,7 +260,10 @@ for nodes, name in (1, "single"), (1, "direct"), (16, "wide"):
     assert stored == {"tensor<64x64xf16", "tensor<64x2xf32"}
     keys, values, weights, ones = "tensor<64x128xf16", "tensor<128x64xf16", "memdesc<64x64xf16", "memdesc<64x8xf16"
     assert used == {(keys, "memdesc<128x64xf16"), (values, weights), (weights, ones)}
-    for _, ptx_text in (single, narrow, wider):
+    states = {"tensor<64x2xf32", "tensor<128x64xf32"}
+    loaded, stored, used_alike = of_shared_memory(merged[0])
+    assert used_alike == used and (loaded, stored) == (codes | states, states | {"tensor<64x64xf16"})
+    for _, ptx_text in (single, narrow, wider, merged):
         copies = set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text))
         assert copies == {"0x10", "0x4"}, "sixteen bytes of codes at once, and words of scales"
 

@@ -154,6 +154,7 @@ def _merge_parts(
     out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, num_rows,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
 ):  # fmt: skip
+    """Merge as many parts of one row and head, and store what they come to."""
     at, stride = row.to(tl.int64) * H + head, tl.cast(num_rows, tl.int64) * H
     d = tl.arange(0, BLOCK_D)
     zero = (row * 0).to(tl.float32)

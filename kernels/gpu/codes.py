@@ -477,8 +477,9 @@ class CodesKernel:
         min_context: it is the faster one for contexts from this length on,
         min_programs: and where it has as many programs,
         min_keys: or the longest context × tiles of nodes × key heads is at least as much.
-        min_merged: it is so as well, and a program takes the small splits of a tile together, where the longest context
-            × the square of tiles × key heads is at least as much: other programs put every multiprocessor to work then.
+        min_merged: whatever these say, it is the faster one, and a program takes the small splits of a tile together,
+            where the longest context × the square of tiles × key heads is at least as much. Other programs put every
+            multiprocessor to work then.
     """
 
     kernel: Any
@@ -535,10 +536,11 @@ class CodesKernel:
             first: splits that the first part takes.
             sizes: what attention kernels are compiled for.
         """
+        given = sizes | {"FIRST": first}
         names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
         self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
             work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
-            *((sizes | {"FIRST": first})[name] for name in names), num_warps=self.warps, maxnreg=self.max_registers,
+            *(given[name] for name in names), num_warps=self.warps, maxnreg=self.max_registers,
             enable_fp_fusion=False, launch_pdl=sizes["PDL"],
         )  # fmt: skip
