@@ -379,7 +379,7 @@ def rope(formats: str, path: str | None) -> None:
             calls = [partial(rope_write, x, cos, sin, pages.k[0], pages.v[0], slots, 32) for x in qkv * 4]
             row["us"] = round(timed(calls), 2)
             for heads in (1, 2, 4, 8):
-                with patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, (1, heads, heads))):
+                with patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, (heads, heads))):
                     row[f"us_of_{heads}"] = round(timed(calls), 2)
             click.echo(str(row))
             rows.append(row)

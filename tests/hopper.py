@@ -3,9 +3,12 @@
 Importing this replaces Triton's driver: launches then take CPU tensors, compile, and do nothing.
 """
 
+import re
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -15,7 +18,7 @@ from specdec.kernels.gpu import attention, linear
 from specdec.kernels.work import uniform_work
 
 COMPILED: list[tuple[str, dict[str, str]]] = []
-"""Name of each kernel that was launched, and what was made of it: its "ttgir", its "ptx"."""
+"""Name of each kernel that was launched, and what was made of it: "ttir" (none in Gluon), "ttgir", "ptx"."""
 VARIANTS: dict[str, set[str]] = {}
 """By file and name of each kernel that was launched, the specializations that were compiled."""
 
@@ -98,3 +101,47 @@ def pages_of(pages_format: str | None, kv_heads: int, dim: int, dtype: torch.dty
         )
         for _ in "kv"
     ]
+
+
+@triton.jit
+def bounds_alone(out_ptr, n):
+    """What Triton 3.6 gets wrong: `low` is what it was before the loop, at each turn."""
+    low, total = n // 7, 0
+    for i in range(0, n):
+        high = i * 2
+        for j in range(low, high):
+            total += j
+        low = tl.maximum(low, high)
+    tl.store(out_ptr, total)
+
+
+def dropped(ttir: str) -> list[str]:
+    """Values that a loop carries on and nothing but bounds of loops within it reads: Triton 3.6 drops them."""
+    lines, found = ttir.splitlines(), []
+    for at, line in enumerate(lines):
+        carried = re.search(r"scf.for .* iter_args\((.*?)\) ->", line)
+        if carried:
+            indent = line[: len(line) - len(line.lstrip())]
+            end = next(i for i in range(at + 1, len(lines)) if lines[i].startswith(indent + "}"))
+            names = re.findall(r"(%\S+) =", carried[1])
+            found += [name for name in names if _bounds_alone_read(name, lines[at + 1 : end], indent + "  ")]
+    return found
+
+
+def _bounds_alone_read(name: str, body: list[str], indent: str) -> bool:
+    """Whether bounds of loops read a value, or what is made of it, and all else only hands it to the next turn."""
+    bounds, seen, left = 0, set(), [name]
+    while left:
+        value = left.pop()
+        seen.add(value)
+        uses = [line for line in body if re.search(rf"{re.escape(value)}(?![\w#])", line.partition(" = ")[2] or line)]
+        for line in uses:
+            result = re.match(r"\s*(%[^\s:]+)(:\d+)? = ", line)
+            begun = line.partition("iter_args")
+            if "scf.for" in line and not re.search(rf"= {re.escape(value)}[,)]", begun[2]):
+                bounds += 1
+            elif result and "scf." not in line:
+                left += [result[1]] if result[1] not in seen else []
+            elif not line.startswith(f"{indent}scf.yield"):
+                return False
+    return bounds > 0

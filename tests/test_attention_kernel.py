@@ -13,6 +13,7 @@ from specdec.kernels.work import AttentionWork, uniform_work
 from specdec.verifier.tree import chain_parents
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 from tests.test_attention import build
+from tests.test_formats import on_hopper
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
 WIDE = [-1, *[0] * 63]
@@ -165,13 +166,30 @@ def test_chains(nodes: int, window: int | None) -> None:
         assert work.arrived is not None and not bool(work.arrived.any())
 
 
-def test_programs_that_merge_one_head_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_loop_carries_what_triton_would_drop() -> None:
+    """The interpreter does as it is told: on a machine without a GPU, this alone shows it."""
+    [wrong, *kernels] = on_hopper("""
+import torch
+from tests.hopper import COMPILED, attend, bounds_alone, dropped
+from specdec.kernels.gpu import attention
+bounds_alone[(1,)](torch.zeros(1, dtype=torch.int32), 9)
+attention._first_part = lambda *args: 16
+attend(None, 16, chains=True)
+attend(None, 16, chains=False)
+for name, made in COMPILED:
+    print((name, dropped(str(made["ttir"]))))
+""")
+    assert wrong[0] == "bounds_alone" and len(wrong[1]) == 1 and wrong[1][0].startswith("%low")
+    assert kernels == [(name, []) for name in ("chain_kernel", "merge_kernel", "context_kernel", "tail_kernel")]
+
+
+def test_programs_that_merge_two_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine heads: the last program has one. A tile is too wide for one program to merge."""
     meta, keys = build([(0, 0, chain_parents(7)), (300, 0, chain_parents(7))], device=DEVICE)
     k, v = make_pages(int(meta.block_table.max()) + 1, 16, 3, 32, torch.float16, keys)
     q, found = torch.randn(14, 9, 32, device=DEVICE).half(), []
-    for rows in (1 << 20, 0):
-        monkeypatch.setattr(attention, "MERGED_ALONE", rows)
+    for first in (1, 2):
+        monkeypatch.setattr(attention, "_first_part", lambda *args, first=first: first)
         found.append(tree_attention(q, k, v, chain_work(meta, 3, 3), scale=0.2))
     assert torch.equal(*found)
     assert_close(found[0], wide(meta, q, k, v, scale=0.2))

@@ -90,6 +90,9 @@ def count() -> dict[str, int]:
         drafts(size, 1, 8)
         drafts(1, size, 1)
         drafts(2, 3, min(size, 16))
+    for size in (129, 512):
+        qkv, angles = floats(size, HEADS + 2 * KV_HEADS, DIM), floats(size, DIM)
+        rope_write(qkv, angles, angles, *pages_of(None, KV_HEADS, DIM), ints(4, size)[1], HEADS)
     for size in (3, 17, 64, 65, 129):
         kv_commit(floats(1, 2, 64, KV_HEADS, DIM), *ints(2, size))
     for nodes in (1, 2, 3, 4):  # of which all grouped heads fit one tile

@@ -27,8 +27,8 @@ from specdec.kernels.work import MAX_TREE_BLOCK, MIN_BLOCK, AttentionWork, max_b
 MERGED_ROWS = 16
 """Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
 
-MERGED_ALONE = 4096
-"""Rows × heads up to which a program merges the states of one, and takes sixteen of many at once."""
+FEW_MERGED = 4096
+"""Rows × heads up to which a program that merges takes sixteen of many states at once, not eight."""
 
 MANY_HEADS, FEW_KEYS = 256, 4096
 """From so many tiles × key heads on a program takes the small splits of a tile together, in contexts of up to so many
@@ -178,12 +178,12 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
             MERGE=merges, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not merges:
-        few = num_rows * call.q.shape[1] <= MERGED_ALONE
-        heads = 1 if few else 2
+        heads = 1 if call.first == 1 else 2  # of many rows, with few states each
+        sixteen = heads == 1 and num_rows * call.q.shape[1] <= FEW_MERGED and parts > 2 * NUM_SMALL
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
             call.out, *state, work.positions, work.ancestors, num_rows, FIRST=call.first, HEADS=heads,
-            SIXTEEN=few and parts > 2 * NUM_SMALL, num_warps=1, **sizes,
+            SIXTEEN=sixteen, num_warps=1, **sizes,
         )  # fmt: skip
 
 

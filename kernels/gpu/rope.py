@@ -10,10 +10,10 @@ from specdec.kernels.gpu.pages import pointers, store_values
 from specdec.kernels.gpu.spread import spread_values
 from specdec.kernels.spread import spread_size
 
-PROGRAMS = {"native": (800, 2, 8), "quantized": (1600, 1, 8)}
-"""As many programs as are wanted, and the fewest and most heads of one. A program is one warp: the many sums of two,
-and the largest of a group, need no barrier then. Few rows are spread over the device's cores; of many rows, to start
-more programs takes longer than what they do."""
+FEW, PROGRAMS = 1024, {"native": (2, 8), "quantized": (1, 4)}
+"""Up to so many rows × heads a program takes the first number of heads, else the second. It is one warp: the many sums
+of two, and the largest of a group, need no barrier then. Few rows are spread over the device's cores; of many rows, to
+start more programs takes longer than what they do (`benchmarks/results/rope_h200.json`)."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a batch's columns are parts of one tensor
@@ -89,8 +89,7 @@ def rope_write(
     if not all(x.stride(-1) == 1 for x in (qkv, cos, sin)) or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError("the last dimension of qkv, cos and sin and the whole of the pages must be dense")
     q = torch.empty(n, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    wanted, fewest, most = PROGRAMS["native" if isinstance(k_pages, torch.Tensor) else "quantized"]
-    per_program = min(most, max(fewest, triton.next_power_of_2(triton.cdiv(n * heads, wanted))))
+    per_program = PROGRAMS["native" if isinstance(k_pages, torch.Tensor) else "quantized"][n * heads > FEW]
     spread = spread_size(dim) if spreads(k_pages) else 0
     _rope_write_kernel[(n, triton.cdiv(heads, per_program))](
         qkv, cos, sin, q, pointers(k_pages), pointers(v_pages), slot_mapping.contiguous(),
