@@ -46,6 +46,7 @@ WIDER = [
     ("int4", 64, 16, 2, 16),
     ("int4", 128, 32, 1, 13),
     ("int4", 32, 64, 3, 16),
+    ("int8", 64, 16, 1, 37),  # three tiles a sequence
 ]
 """Format, group size, block size, key heads, nodes."""
 Shape = tuple[str, int | None, int, int, int]
@@ -103,7 +104,7 @@ def make_batch(shape: Shape, contexts: list[int], *, chains: bool) -> Batch:
 @pytest.mark.parametrize("chains", [True, False])
 @pytest.mark.parametrize(
     ("name", "shape", "first"),
-    [*((*case, 1) for case in CASES), *(("wide", shape, 3) for shape in (WIDER[0], WIDER[2]))],
+    [*((*case, 1) for case in CASES), *(("wide", shape, 3) for shape in (WIDER[0], WIDER[2], WIDER[-1]))],
     ids=str,
 )
 def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def only(way: CodesKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (1, 1, 512, None), (1, 1, 1024, "direct"), (8, 4, 8192, "direct"), (32, 1, 1024, "single"),
         (8, 1, 32768, "single"), (1, 4, 131072, "single"), (1, 16, 2048, None), (32, 16, 8192, "wide"),
-        (1, 5, 8192, None), (1, 16, 4096, "wide"), (8, 16, 2048, None), (32, 16, 1024, "wide"),
+        (1, 5, 8192, None), (1, 16, 4096, "wide"), (8, 16, 2048, None), (32, 16, 1024, "wide"), (1, 64, 8192, "wide"),
     ],
 )  # fmt: skip
 def test_which_kernel_reads_a_batch(sequences: int, nodes: int, context: int, name: str | None) -> None:
