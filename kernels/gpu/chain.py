@@ -10,6 +10,7 @@ import triton.language as tl
 
 from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
+    attend_split,
     attend_tiles,
     both_worth,
     empty,
@@ -94,12 +95,9 @@ def chain_kernel(
         else:
             tl.static_assert(WINDOW == 0, "a window may begin within a part")
             for split_of_part in range(split, tl.minimum(end_split, count)):
-                tile = start_of(split_of_part, SMALL, NUM, LARGE)
-                end_of = tl.minimum(start_of(split_of_part + 1, SMALL, NUM, LARGE), end)
-                m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
-                m_of, total_of, acc_of = attend_tiles(
-                    m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, tile, end_of, kv_head, position, last,
-                    scale, softcap, True, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+                m_of, total_of, acc_of = attend_split(
+                    q, k_ptr, v_ptr, table_at, split_of_part, end, kv_head, position, last, scale, softcap,
+                    True, SOFTCAP, TILE, SMALL, NUM, LARGE, BLOCK_SIZE, G, D, BLOCK_D,
                 )  # fmt: skip
                 m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
         if MERGE and count == 1:

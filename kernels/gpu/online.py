@@ -222,6 +222,22 @@ def attend_tiles(
 
 
 @triton.jit
+def attend_split(
+    q, k_ptr, v_ptr, table_at, split, end, head, position, last, scale, softcap,
+    CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, SMALL: tl.constexpr, NUM: tl.constexpr,
+    LARGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The state of one split, up to tile `end`, where there is no window; the rest is as for `attend_tiles`."""
+    tile = start_of(split, SMALL, NUM, LARGE)
+    end = tl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
+    m, total, acc = empty(q.shape[0], BLOCK_D)
+    return attend_tiles(
+        m, total, acc, q, k_ptr, v_ptr, table_at, tile, end, head, position, last, scale, softcap,
+        CAUSAL, SOFTCAP, 0, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
 def store_out(out_ptr, row, head, ok, total, acc, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Divide by the weights and store; what saw nothing is 0."""
     d = tl.arange(0, BLOCK_D)

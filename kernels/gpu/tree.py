@@ -11,6 +11,7 @@ import triton.language as tl
 
 from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
+    attend_split,
     attend_tiles,
     empty,
     load_kv,
@@ -92,14 +93,12 @@ def context_kernel(
             )  # fmt: skip
             store_state(m_ptr, total_ptr, acc_ptr, split, num_nodes, node, head, ok, m, total, acc, H, D, BLOCK_D)
         else:
+            tl.static_assert(WINDOW == 0, "a window may begin within a part")
             end_split = tl.minimum(end_split, last_split + 1)
             for split_of_part in range(split, end_split):
-                tile = start_of(split_of_part, SMALL, NUM, LARGE)
-                end = tl.minimum(start_of(split_of_part + 1, SMALL, NUM, LARGE), shared)
-                m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
-                m_of, total_of, acc_of = attend_tiles(
-                    m_of, total_of, acc_of, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, context,
-                    scale, softcap, False, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
+                m_of, total_of, acc_of = attend_split(
+                    q, k_ptr, v_ptr, table_at, split_of_part, shared, kv_head, position, context, scale, softcap,
+                    False, SOFTCAP, TILE, SMALL, NUM, LARGE, BLOCK_SIZE, G, D, BLOCK_D,
                 )  # fmt: skip
                 is_last = split_of_part == last_split
                 if is_last:

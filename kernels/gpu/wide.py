@@ -134,7 +134,7 @@ def _attend(
         first, end: which tiles.
         state: maximum [ROWS], sum of weights [ROWS, 8], weighted values [HEAD_DIM, ROWS], the blocks of the tile that
             is to be copied next, the stage of the first tile, and the values of its keys.
-        right: the queries, room for a tile's weights, and ones.
+        right: the queries, room for a tile's weights, ones, and room for two numbers of each row.
         left: the stages, the block table, where the copies end, and the last key that any row sees and that of each.
         MASKED: whether rows may see a part of a tile only.
     """
@@ -310,5 +310,5 @@ def wide_kernel(
 
 WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096, min_merged=1 << 25)
 """In shorter contexts, whose splits are two tiles each, the other kernels are about as fast or ahead
-(`benchmarks/results/wide_h200.json`, of before a program took those splits together). Where one does, this kernel was
-ahead of them with 8 to 64 sequences of 512 to 32,768 tokens: `benchmarks/kernels_gpu.py wide` has these cases, too."""
+(`benchmarks/results/wide_h200.json`, of before a program took those splits together). Where one does, this kernel is
+ahead of them, too: `benchmarks/kernels_gpu.py wide` has such cases."""
