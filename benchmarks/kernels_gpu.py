@@ -222,9 +222,10 @@ class Case:
         """The batch as a captured step has it."""
         m = self.meta
         lens = torch.tensor(m.context_lens, dtype=torch.int32, device="cuda")
-        shape = (self.group, self.kv_heads, self.context)
         table = m.block_table.int()
-        return uniform_work(len(lens), self.nodes, table, lens, m.positions, m.ancestors, *shape, True)
+        return uniform_work(
+            len(lens), self.nodes, table, lens, m.positions, m.ancestors, self.group, self.context, True
+        )
 
     @cached_property
     def pages(self) -> list[KVPages]:

@@ -34,8 +34,7 @@ class AttentionWork:
         chunk_block: rows × grouped heads that such a tile holds.
         max_context: no context is longer.
         nodes_per_sequence: n where row i is node i % n of sequence i // n, and there are no other rows; else 0.
-        arrived: [tiles · num_kv_heads] int32 zeros where all trees are chains and `nodes_per_sequence` is set: counts
-            the programs of a tile that are done, and is 0 again after each launch.
+        chains: whether all trees are chains; `nodes_per_sequence` is set then.
     """
 
     block_table: torch.Tensor
@@ -50,7 +49,7 @@ class AttentionWork:
     chunk_block: int
     max_context: int
     nodes_per_sequence: int = 0
-    arrived: torch.Tensor | None = None
+    chains: bool = False
 
     def work(self, group: int, max_block: int) -> "AttentionWork":
         """Itself: made for the kernel that asks."""
@@ -153,7 +152,6 @@ def uniform_work(
     positions: torch.Tensor,
     ancestors: torch.Tensor,
     group: int,
-    num_kv_heads: int,
     max_context: int,
     chains: bool,
 ) -> AttentionWork:
@@ -165,7 +163,6 @@ def uniform_work(
         context_lens: [B] int32.
         positions, ancestors: [B n] int64; ancestors of padding are 0.
         group: query heads a key head.
-        num_kv_heads: key heads.
         max_context: no context is longer.
         chains: whether each tree is a chain.
     """
@@ -187,7 +184,7 @@ def uniform_work(
         chunk_block=block,
         max_context=max_context,
         nodes_per_sequence=num_nodes,
-        arrived=torch.zeros(len(tiles) * num_kv_heads, dtype=torch.int32, device=device) if chains else None,
+        chains=chains,
     )
 
 

@@ -81,7 +81,7 @@ def attend(
     pages = pages_of(pages_format, kv_heads, dim, dtype)
     rows = torch.zeros(num_nodes, dtype=torch.int64)
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
-    work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, kv_heads, 1024, chains)
+    work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, 1024, chains)
     for name in ("SINGLE", "DIRECT", "WIDE"):
         getattr(attention, name).takes = lambda *args, takes=name == codes: takes
         getattr(attention, name).first = lambda *args: first

@@ -106,7 +106,7 @@ def test_quantized_chains(name: str, group: int | None, dim: int) -> None:
     native = make_pages(int(meta.block_table.max()) + 1, 16, 2, dim, torch.float32, keys)
     k, v = (stored(x, name, group) for x in native)
     q = torch.randn(10, 4, dim, device=DEVICE)
-    got = tree_attention(q, k, v, chain_work(meta, 2, 2), scale=0.1)
+    got = tree_attention(q, k, v, chain_work(meta, 2), scale=0.1)
     assert_close(got, wide(meta, q, k, v, scale=0.1))
 
 
@@ -138,19 +138,17 @@ def test_rows_of_padding_hold_zero() -> None:
     assert not bool(out[1:].any()) and bool(out[0].any())
 
 
-def chain_work(meta: AttentionMetadata, group: int, kv_heads: int) -> AttentionWork:
+def chain_work(meta: AttentionMetadata, group: int) -> AttentionWork:
     """The same batch as a captured step has it; all its sequences have chains of as many nodes."""
     lens = torch.tensor(meta.context_lens, dtype=torch.int32, device=DEVICE)
     table, nodes = meta.block_table.int(), len(meta.positions) // len(lens)
-    return uniform_work(
-        len(lens), nodes, table, lens, meta.positions, meta.ancestors, group, kv_heads, int(lens.max()), True
-    )
+    return uniform_work(len(lens), nodes, table, lens, meta.positions, meta.ancestors, group, int(lens.max()), True)
 
 
 @pytest.mark.parametrize("window", [None, 7, 100])
-@pytest.mark.parametrize("nodes", [1, 5, 7])  # 7 × 3 grouped heads are too many for one program to merge
+@pytest.mark.parametrize("nodes", [1, 5, 7])
 def test_chains(nodes: int, window: int | None) -> None:
-    """Twice, since the counters of the first call must be 0 again; one sequence is of padding but for its root."""
+    """One sequence is of padding but for its root."""
     torch.manual_seed(4)
     chain = chain_parents(nodes)
     meta, keys = build([(0, 0, chain), (127, 0, chain), (40, 0, chain)], device=DEVICE)
@@ -160,10 +158,7 @@ def test_chains(nodes: int, window: int | None) -> None:
     how = {"scale": 0.2, "window": window}
     want = wide(meta, q, k, v, **how)
     want[2 * nodes + 1 :] = 0
-    work = chain_work(meta, 3, 2)
-    for _ in range(2):
-        assert_close(tree_attention(q, k, v, work, **how), want)
-        assert work.arrived is not None and not bool(work.arrived.any())
+    assert_close(tree_attention(q, k, v, chain_work(meta, 3), **how), want)
 
 
 def test_no_loop_carries_what_triton_would_drop() -> None:
@@ -173,7 +168,7 @@ import torch
 from tests.hopper import COMPILED, attend, bounds_alone, dropped
 from specdec.kernels.gpu import attention
 bounds_alone[(1,)](torch.zeros(1, dtype=torch.int32), 9)
-attention._first_part = lambda *args: 16
+attention._first_part = lambda *args: 2
 attend(None, 16, chains=True)
 attend(None, 16, chains=False)
 for name, made in COMPILED:
@@ -190,7 +185,7 @@ def test_programs_that_merge_two_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     q, found = torch.randn(14, 9, 32, device=DEVICE).half(), []
     for first in (1, 2):
         monkeypatch.setattr(attention, "_first_part", lambda *args, first=first: first)
-        found.append(tree_attention(q, k, v, chain_work(meta, 3, 3), scale=0.2))
+        found.append(tree_attention(q, k, v, chain_work(meta, 3), scale=0.2))
     assert torch.equal(*found)
     assert_close(found[0], wide(meta, q, k, v, scale=0.2))
 
@@ -201,36 +196,38 @@ def test_chains_over_blocks_and_tiles_of_any_size(dim: int, block: int) -> None:
     meta, keys = build([(70, 0, chain), (150, 0, chain)], block=block, device=DEVICE)
     k, v = make_pages(int(meta.block_table.max()) + 1, block, 1, dim, torch.float16, keys)
     q = torch.randn(6, 2, dim, device=DEVICE).half()
-    got = tree_attention(q, k, v, chain_work(meta, 2, 1), scale=dim**-0.5)
+    got = tree_attention(q, k, v, chain_work(meta, 2), scale=dim**-0.5)
     assert_close(got, wide(meta, q, k, v, scale=dim**-0.5))
 
 
 def test_splits_cover_every_length() -> None:
     lengths = (1, 128, 129, 2048, 2049, 3072, 3073)
-    assert [num_splits(n) for n in lengths] == [num_parts(n, 1) for n in lengths] == [1, 1, 2, 16, 17, 17, 18]
-    assert [num_parts(n, 16) for n in lengths] == [2, 2, 2, 2, 2, 2, 3], "a tree's last split is a part of its own"
+    assert [num_splits(n) for n in lengths] == [num_parts(n, 1, 2) for n in lengths] == [1, 1, 2, 16, 17, 17, 18]
+    assert [num_parts(n, 16, 2) for n in lengths] == [2, 2, 2, 2, 2, 2, 3], "a tree's last split is a part of its own"
+    assert [num_parts(n, 16, 1) for n in lengths] == [1, 1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("sequences", "nodes", "context", "window", "first"),
     [(32, 16, 4096, None, 16), (32, 16, 8192, None, 1), (16, 16, 1024, None, 1), (32, 16, 1024, 64, 1),
-     (64, 1, 1024, None, 1), (64, 8, 1024, None, 1)],
+     (64, 1, 8192, None, 16), (32, 1, 1024, None, 1), (32, 8, 8192, None, 16),
+     (16, 8, 1024, None, 1)],
 )  # fmt: skip
 def test_when_a_program_takes_many_splits_of_native_pages(
     sequences: int, nodes: int, context: int, window: int | None, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight key heads of four query heads each; nothing is launched."""
     found: list[int] = []
-    monkeypatch.setattr(attention, "_run_chains", lambda call, arrived: found.append(call.first))
+    monkeypatch.setattr(attention, "_run_chains", lambda call: found.append(call.first))
     table, rows = torch.zeros(sequences, 1, dtype=torch.int32), torch.zeros(sequences * nodes, dtype=torch.int64)
-    work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, 4, 8, context, True)
+    work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, 4, context, True)
     k = torch.zeros(1, 16, 8, 16)
     tree_attention(torch.zeros(len(rows), 32, 16), k, k, work, scale=1.0, window=window)
     assert found == [first]
 
 
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize(("splits", "dim"), [(2, 32), (3, 128)])
+@pytest.mark.parametrize(("splits", "dim"), [(2, 32), (3, 128), (16, 32)])
 def test_a_program_of_many_splits_gives_the_same_bits(
     chains: bool, splits: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +237,7 @@ def test_a_program_of_many_splits_gives_the_same_bits(
     meta.ancestors[-2:] = 0
     k, v = make_pages(int(meta.block_table.max()) + 1, 16, 2, dim, DTYPES[-1], keys)
     q = torch.randn(6 * nodes, 6, dim, device=DEVICE).to(DTYPES[-1])
-    work = chain_work(meta, 3, 2) if chains else meta
+    work = chain_work(meta, 3) if chains else meta
     found = []
     for first in (1, splits):
         monkeypatch.setattr(attention, "_first_part", lambda *args, first=first: first)
@@ -282,7 +279,7 @@ def _check_bits(dtype: torch.dtype, name: str, shape: tuple[int, int, int], wind
         pages[:, slots[:cached]] = new[:, :cached]
         pages[:, slots[cached:]] = new[:, tokens]
         k, v = (stored(x, name) for x in pages.view(2, blocks, 16, kv_heads, dim))
-        work = chain_work(meta, heads // kv_heads, kv_heads) if chain else meta
+        work = chain_work(meta, heads // kv_heads) if chain else meta
         return tree_attention(q[tokens], k, v, work, scale=dim**-0.5, window=window)
 
     whole = run(0, length, [], list(range(length)))

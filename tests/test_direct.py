@@ -95,7 +95,7 @@ def make_batch(shape: Shape, contexts: list[int], *, chains: bool) -> Batch:
     ancestors[-1] = 0  # padding
     positions = torch.tensor([n + i for n in contexts for i in range(nodes)], device=DEVICE)
     lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    sizes = GROUP, kv_heads, max(contexts)
+    sizes = GROUP, max(contexts)
     work = uniform_work(len(contexts), nodes, table, lens, positions, ancestors, *sizes, chains)
     return Batch(torch.randn(len(positions), kv_heads * GROUP, DIM).bfloat16().to(DEVICE), pages, work, slots, nodes)
 
@@ -111,7 +111,7 @@ def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monk
     contexts, way = [200, 63, 0, 128, 450, 700], WAYS[name]
     b = make_batch(shape, contexts, chains=chains)
     _, _, block_size, kv_heads, nodes = shape
-    parts = num_parts(max(contexts) + nodes, first)
+    parts = num_parts(max(contexts) + nodes, first, 1 if chains else 2)
     m, total = (torch.full((parts, len(b.q), kv_heads * GROUP), torch.nan) for _ in range(2))
     acc = torch.full((*m.shape, DIM), torch.nan)
     sizes = {"H": kv_heads * GROUP, "G": kv_heads, "BLOCK_SIZE": block_size, "SMALL": SMALL_SPLIT // TILE}
@@ -170,7 +170,7 @@ def only(way: CodesKernel, monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_which_kernel_reads_a_batch(sequences: int, nodes: int, context: int, name: str | None) -> None:
     table, rows = torch.zeros(sequences, 1, dtype=torch.int32), torch.zeros(sequences * nodes, dtype=torch.int64)
-    work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, GROUP, 8, context, True)
+    work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, GROUP, context, True)
     pages = pointers(one_block("int8"))
     q, sizes = torch.zeros(1, 32, DIM, dtype=torch.bfloat16), {"G": 8, "PDL": True, "SOFTCAP": False, "WINDOW": 0}
     found = [name for name, way in WAYS.items() if way.takes(q, pages, work, sizes)]
@@ -227,7 +227,7 @@ def test_chains_whose_splits_are_merged(
             _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)
             torch.testing.assert_close(got[row].float(), acc / total[:, None], rtol=1e-2, atol=1e-2)
         assert not got[-1].any(), "padding"
-    assert b.work.arrived is not None and not b.work.arrived.any() and way.kernel.launched
+    assert way.kernel.launched
 
 
 class InTorch:

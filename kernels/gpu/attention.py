@@ -24,15 +24,16 @@ from specdec.kernels.gpu.tree import context_kernel, tail_kernel
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import MAX_TREE_BLOCK, MIN_BLOCK, AttentionWork, max_block, tile_block
 
-MERGED_ROWS = 16
-"""Rows × grouped heads up to which the last program of a chain's tile merges its splits."""
-
 FEW_MERGED = 4096
 """Rows × heads up to which a program that merges takes sixteen of many states at once, not eight."""
 
-MANY_HEADS, FEW_KEYS = 256, 4096
-"""From so many tiles × key heads on a program takes the small splits of a tile together, in contexts of up to so many
-keys. Of more keys those are the smaller part, and of fewer heads the program would be the last one to end."""
+MANY_HEADS = {16: 384, 32: 256, 64: 256}
+"""By rows × grouped heads of a tile: from so many tiles × key heads on, a program takes the small splits of a tile
+together. Of fewer heads it would be the last one to end."""
+
+FEW_KEYS = 4096
+"""In contexts of up to so many keys it does so with tiles of 64 rows and with quantized pages, too: of more keys those
+are the smaller part. Narrow tiles of quantized pages are faster without."""
 
 MAX_REGISTERS = {16: 128, 64: 168}
 """By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
@@ -120,21 +121,27 @@ def tree_attention(
     factors = (scale, 0.0 if softcap is None else softcap)
     pages = pointers(k_pages), pointers(v_pages)
     way = next((way for way in (SINGLE, DIRECT, WIDE) if way.takes(q, pages[0], work, shape)), None)
-    first = _first_part(work, num_kv_heads, window) if way is None else way.first(work, num_kv_heads)
+    native = pages[0].kind.value == "native"
+    first = _first_part(work, num_kv_heads, native, window) if way is None else way.first(work, num_kv_heads)
     call = _Call(q, pages, num_kv_heads, torch.empty_like(q), work, factors, sizes, shape, way, first)
     if len(work.chunk_tiles):
         _run_chunks(call)
-    if work.arrived is not None:
-        _run_chains(call, work.arrived)
+    if work.chains:
+        _run_chains(call)
     elif len(work.tree_rows):
         _run_trees(call)
     return call.out
 
 
-def _first_part(work: AttentionWork, num_kv_heads: int, window: int | None) -> int:
+def _first_part(work: AttentionWork, num_kv_heads: int, native: bool, window: int | None) -> int:
     """How many splits the first part of a context takes in the kernels for pages of any kind."""
-    many = len(work.tree_tiles) * num_kv_heads >= MANY_HEADS and work.max_context <= FEW_KEYS
-    return NUM_SMALL if many and work.tree_block == MAX_TREE_BLOCK and not window else 1
+    block = work.tree_block
+    many = len(work.tree_tiles) * num_kv_heads >= MANY_HEADS.get(block, 1 << 31)
+    if native and block < MAX_TREE_BLOCK:
+        faster = True
+    else:
+        faster = work.max_context <= FEW_KEYS and (native or block > MIN_BLOCK)
+    return NUM_SMALL if many and faster and not window else 1
 
 
 def _run_chunks(call: _Call) -> None:
@@ -152,7 +159,7 @@ def _run_trees(call: _Call) -> None:
     if call.way is not None:
         call.way.attend(call.q, call.pages, state, work, call.factors[0], parts, call.first, call.shape)
     else:
-        context_kernel[(len(work.tree_tiles), call.num_kv_heads, parts)](
+        context_kernel[(call.num_kv_heads, len(work.tree_tiles), parts)](
             call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
             num_nodes, *call.factors, FIRST=call.first, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
@@ -164,20 +171,19 @@ def _run_trees(call: _Call) -> None:
     )  # fmt: skip
 
 
-def _run_chains(call: _Call, arrived: Tensor) -> None:
+def _run_chains(call: _Call) -> None:
     work, num_rows = call.work, len(call.q)
     state, parts = _states(call)
-    merges = work.tree_block <= MERGED_ROWS
+    whole = call.way is None and call.first > 1 and parts == 1
     if call.way is not None:
-        merges = False
         call.way.attend(call.q, call.pages, state, work, call.factors[0], parts, call.first, call.shape)
     else:
-        chain_kernel[(len(work.tree_tiles), call.num_kv_heads, parts)](
-            call.q, *call.pages, call.out, *state, arrived, work.block_table, work.positions, work.ancestors,
+        chain_kernel[(call.num_kv_heads, len(work.tree_tiles), parts)](
+            call.q, *call.pages, call.out, *state, work.block_table, work.positions, work.ancestors,
             work.block_table.stride(0), num_rows, work.nodes_per_sequence, *call.factors, FIRST=call.first,
-            MERGE=merges, BLOCK_M=work.tree_block, **call.options, **call.shape,
+            WHOLE=whole, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
-    if not merges:
+    if not whole:
         heads = 1 if call.first == 1 else 2  # of many rows, with few states each
         sixteen = heads == 1 and num_rows * call.q.shape[1] <= FEW_MERGED and parts > 2 * NUM_SMALL
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
@@ -190,7 +196,8 @@ def _run_chains(call: _Call, arrived: Tensor) -> None:
 def _states(call: _Call) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Room for each part's, node's and head's state: maximum, sum of weights, weighted values; how many parts."""
     num_heads, head_dim = call.q.shape[1:]
-    parts = num_parts(call.work.max_context + max(1, call.work.nodes_per_sequence), call.first)
+    keys = call.work.max_context + max(1, call.work.nodes_per_sequence)
+    parts = num_parts(keys, call.first, 1 if call.work.chains else 2)
     size = parts * len(call.work.tree_rows) * num_heads
     room = torch.empty(size * (head_dim + 2), dtype=torch.float32, device=call.q.device)
     return (room[:size], room[size : 2 * size], room[2 * size :]), parts

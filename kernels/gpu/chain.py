@@ -1,8 +1,8 @@
 """Attention of chains: nodes that stand in their order behind the context, so that each is a causal row.
 
-One launch: a program a split of the keys, with all nodes and grouped heads in one tile of queries. Few rows are merged
-by the program that comes last; which one that is doesn't matter, since it merges the splits in their order. Many rows
-are merged by a kernel of their own, row by row.
+A program a part of the keys, with all nodes and grouped heads in one tile of queries; then the parts are merged, row by
+row. Were they merged by the program of a tile that ends last, each would wait for its stores and then for an atomic
+count before it ends: that was slower than a kernel that is ready and waits.
 """
 
 import triton
@@ -16,7 +16,6 @@ from specdec.kernels.gpu.online import (
     empty,
     load_q,
     merge,
-    merge_splits,
     part_of_program,
     part_with,
     split_of,
@@ -36,7 +35,6 @@ def chain_kernel(
     m_ptr,
     total_ptr,
     acc_ptr,
-    arrived_ptr,
     table_ptr,
     positions_ptr,
     ancestors_ptr,
@@ -58,28 +56,32 @@ def chain_kernel(
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
     FIRST: tl.constexpr,
-    MERGE: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One part of the keys of one tile of nodes."""
+    """One part of the keys of one tile of nodes; `WHOLE` says that it is all of them.
+
+    Queries and the newest keys come from the kernel before, which has waited for all others: where rows stand and what
+    they see is read while that one still runs.
+    """
     GROUP: tl.constexpr = H // G
     ROWS: tl.constexpr = BLOCK_M // GROUP
-    wait_for_inputs(PDL)
     tiles = (nodes + ROWS - 1) // ROWS  # of a sequence
-    tile_of, kv_head, part = tl.program_id(0), tl.program_id(1), part_of_program(FIRST)
+    kv_head, tile_of, part = tl.program_id(0), tl.program_id(1), part_of_program(FIRST)
     sequence, inside = tile_of // tiles, tile_of % tiles * ROWS
     lane = tl.arange(0, BLOCK_M)
     row, head = sequence * nodes + inside + lane // GROUP, kv_head * GROUP + lane % GROUP
     ok = (lane // GROUP < ROWS) & (inside + lane // GROUP < nodes)
     position = tl.load(positions_ptr + row, mask=ok, other=0).to(tl.int32)
     ancestors = tl.load(ancestors_ptr + row, mask=ok, other=0)
-    q = load_q(q_ptr, k_ptr, row, head, ok, H, D, BLOCK_D)
     position = tl.where(ancestors != 0, position, -1)  # padding sees nothing
     last = tl.max(position, 0)
     end = (last + TILE) // TILE
     count = split_of(tl.maximum(end - 1, 0), SMALL, NUM, LARGE) + 1  # splits that some row sees
     split, end_split = splits_of(part, FIRST)
+    wait_for_inputs(PDL)
     if split < count:
+        q = load_q(q_ptr, k_ptr, row, head, ok, H, D, BLOCK_D)
         table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
         tile = start_of(split, SMALL, NUM, LARGE)
         if WINDOW > 0:
@@ -92,6 +94,7 @@ def chain_kernel(
                 m, total, acc, q, k_ptr, v_ptr, table_at, tile, end, kv_head, position, last, scale, softcap,
                 True, SOFTCAP, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D,
             )  # fmt: skip
+            tl.static_assert(not WHOLE, "the kernel that merges gives zeros their sign")
         else:
             tl.static_assert(WINDOW == 0, "a window may begin within a part")
             for split_of_part in range(split, tl.minimum(end_split, count)):
@@ -100,21 +103,10 @@ def chain_kernel(
                     True, SOFTCAP, TILE, SMALL, NUM, LARGE, BLOCK_SIZE, G, D, BLOCK_D,
                 )  # fmt: skip
                 m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
-        if MERGE and count == 1:
-            m_0, total_0, acc_0 = empty(BLOCK_M, BLOCK_D)
-            m, total, acc = merge(m_0, total_0, acc_0, m, total, acc)
+        if WHOLE:
             store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)
         else:
             store_state(m_ptr, total_ptr, acc_ptr, part, num_rows, row, head, ok, m, total, acc, H, D, BLOCK_D)
-            if MERGE:
-                tl.debug_barrier()  # all of the program's stores come before its arrival
-                arrived_at = arrived_ptr + tile_of * G + kv_head
-                if tl.atomic_add(arrived_at, 1, sem="acq_rel") == count - 1:
-                    _, all_total, all_acc = merge_splits(
-                        m_ptr, total_ptr, acc_ptr, 0, count, num_rows, row, head, ok, H, D, BLOCK_M, BLOCK_D
-                    )
-                    store_out(out_ptr, row, head, ok, all_total, all_acc, H, D, BLOCK_D)
-                    tl.store(arrived_at, 0)  # for the next launch
 
 
 @triton.jit

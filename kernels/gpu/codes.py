@@ -109,21 +109,26 @@ def along_dim(x, dim: gl.constexpr):
 
 
 @gluon.jit
-def program_of(tiles_ptr, FIRST: gl.constexpr, PDL: gl.constexpr):
+def program_of(tiles_ptr, FIRST: gl.constexpr):
     """What a program is for: a tile's sequence, first row, number of rows and first node; the key head; the part.
 
     Programs run about in their order, and what takes long is not to be the last one: as `part_of_program` of
     `gpu/online.py`. The heads of a block stand next to each other, and are read at about the same time.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     at = tiles_ptr + gl.program_id(1) * 4
     tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
     part = gl.program_id(2)
     if FIRST == 1:
         part = gl.num_programs(2) - 1 - part
     return tile, gl.program_id(0), part
+
+
+@gluon.jit
+def wait_for_kernels(PDL: gl.constexpr):
+    """As `wait_for_inputs` of `gpu/launch.py`, before queries and codes are read: where they stand is known earlier."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @gluon.jit
@@ -530,7 +535,7 @@ class CodesKernel:
             q: [N, num_heads, D].
             pages: keys and values.
             state: where they go.
-            work: the batch: chains if it counts those that arrived.
+            work: the batch, of chains or of trees.
             scale: factor on the scores.
             num_parts: how many there are.
             first: splits that the first part takes.
@@ -540,7 +545,7 @@ class CodesKernel:
         names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
         self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
-            work.block_table.stride(0), len(work.tree_rows), scale, work.arrived is not None,
+            work.block_table.stride(0), len(work.tree_rows), scale, work.chains,
             *(given[name] for name in names), num_warps=self.warps, maxnreg=self.max_registers,
             enable_fp_fusion=False, launch_pdl=sizes["PDL"],
         )  # fmt: skip

@@ -17,8 +17,9 @@ from specdec.kernels.gpu.launch import overlap, prefetch, wait_for_inputs
 
 SMALL_BITS = tl.constexpr(8 * (16 << 20))
 """Bits of a matrix that takes little longer than its launch does, up to 16 MiB: its first lines are asked for while the
-kernel before runs, and the kernel behind is made ready early. A larger one is slower with either: it needs all of the
-bandwidth. Measured with matrices of 0.7 to 3.5 MB and of 33 MB and more; nothing is known of those between."""
+kernel before runs. A larger one is slower so, even behind a norm, which leaves the memory idle. The kernel behind is
+made ready early, but for the product behind a large gated one, whose programs would take its room. Measured with
+matrices of 0.7 to 3.5 MB and of 33 MB and more; nothing is known of those between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
     if num_weights == 2 and num_rows == 1:
         return Tile(16, 32, 256, 4, 4)
     if num_weights == 2:
-        return Tile(16, 64, 128, 4, 3) if rows == 16 else Tile(64, 32, 128, 4, 3)
+        return Tile(16, 64, 128, 4, 3) if rows == 16 else Tile(64, 64, 64, 4, 4)
     if out >= 32768:
         return Tile(16, 64, 256, 4, 4) if rows == 16 else Tile(64, 128, 128, 8, 3)
     if rows == 16:
@@ -129,10 +130,9 @@ def _linear_kernel(
     at = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
     w_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
-    EARLY: tl.constexpr = OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS
-    if EARLY:
+    if OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS:
         prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
-    wait_for_inputs(PDL, EARLY)
+    wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for k in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:

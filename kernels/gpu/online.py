@@ -33,10 +33,13 @@ def num_splits(max_keys: int) -> int:
     return NUM_SMALL + -(-(max_keys - small) // LARGE_SPLIT)
 
 
-def num_parts(max_keys: int, first: int) -> int:
-    """Parts that as many positions reach into, if the first one takes so many splits: a split each, or at least two."""
+def num_parts(max_keys: int, first: int, least: int) -> int:
+    """Parts that as many positions reach into, if the first one takes so many splits, or `least` where it takes many.
+
+    A tree's last split is a part of its own: it has at least two, then.
+    """
     splits = num_splits(max_keys)
-    return splits if first == 1 else max(2, splits - (first - 1))
+    return splits if first == 1 else max(least, splits - (first - 1))
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from specdec.kernels.gpu.codes import (
     store_state,
     take_words,
     values_of,
+    wait_for_kernels,
     words_layout,
 )
 
@@ -120,12 +121,13 @@ def single_kernel(
     D: gl.constexpr = HEAD_DIM
     GROUP: gl.constexpr = H // G
     gl.static_assert(FIRST == 1, "a program takes one split")
-    tile, kv_head, split = program_of(tiles_ptr, FIRST, PDL)
+    tile, kv_head, split = program_of(tiles_ptr, FIRST)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
     asked, tiles, table, bounds = part_of(
         tile, (split, split + 1), lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
     )
+    wait_for_kernels(PDL)
     if asked:
         from_tile, whole, to_tile = tiles
         k_kept, v_kept = room(1, k_pages), room(1, k_pages)

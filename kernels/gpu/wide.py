@@ -35,6 +35,7 @@ from specdec.kernels.gpu.codes import (
     store_state,
     take_words,
     values_of,
+    wait_for_kernels,
     words_layout,
 )
 
@@ -243,13 +244,14 @@ def wide_kernel(
     D: gl.constexpr = HEAD_DIM
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
-    tile, kv_head, part = program_of(tiles_ptr, FIRST, PDL)
+    tile, kv_head, part = program_of(tiles_ptr, FIRST)
     splits = gl.where(part == 0, 0, part + (FIRST - 1)), part + FIRST
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
     asked, tiles, table, bounds = part_of(
         tile, splits, lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
     )
+    wait_for_kernels(PDL)
     if asked:
         from_tile, whole, to_tile = tiles
         kept = room(STAGES, k_pages), room(STAGES, k_pages)

@@ -193,7 +193,6 @@ def _captured_work(meta: AttentionMetadata, weights: DecoderWeights) -> Attentio
         meta.positions,
         meta.ancestors,
         weights.num_heads // weights.num_kv_heads,
-        weights.num_kv_heads,
         context,
         chains=True,
     )

@@ -81,7 +81,6 @@ class DeviceStep:
             empty,
             empty,
             w.num_heads // w.num_kv_heads,
-            w.num_kv_heads,
             bucket.max_context,
             self._chains,
         )
