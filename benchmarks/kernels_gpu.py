@@ -33,7 +33,7 @@ from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import load
 from specdec.kernels.gpu import fast
 from specdec.kernels.gpu.attention import tree_attention
-from specdec.kernels.gpu.codes import CodesKernel
+from specdec.kernels.gpu.codes import HopperKernel
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
 from specdec.kernels.gpu.rope import PROGRAMS, rope_write
@@ -400,7 +400,7 @@ def launch(kv_cache_dtype: str) -> None:
 
 
 @contextmanager
-def only(way: CodesKernel | None) -> Iterator[None]:
+def only(way: HopperKernel | None) -> Iterator[None]:
     """Let one of the kernels over codes, or none, be taken for contexts of any length."""
     with ExitStack() as stack:
         for kernel in CODES.values():

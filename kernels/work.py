@@ -157,6 +157,9 @@ def uniform_work(
 ) -> AttentionWork:
     """Divide a batch of B sequences of n nodes each, whose lengths only the device knows.
 
+    What is given here, and the keys and values of contexts, may be read while the kernel that was launched before
+    attention still runs. That one writes none of these: in a model it writes queries and the nodes' own keys.
+
     Args:
         num_seqs, num_nodes: B and n.
         block_table: [B, M] int32.

@@ -81,7 +81,7 @@ def _is_pointer(x: Any) -> bool:
     return isinstance(x, Pointer)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "or_"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "or_", "and_"):
     _operator(_name, getattr(operator, _name))
 
 
@@ -90,6 +90,10 @@ class Pointer:
 
     def __init__(self, memory: Tensor, at: Any = 0, words: bool = False) -> None:
         self.memory, self.at, self.words = memory, torch.as_tensor(_plain(at)), words
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=Value(self.memory).dtype)
 
     def __add__(self, other: Any) -> "Pointer":
         return Pointer(self.memory, self.at + _plain(other), self.words)
@@ -126,6 +130,10 @@ class Shared:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
+    @property
+    def dtype(self) -> str | None:
+        return Value(self.tensor).dtype
+
     def index(self, place: Any) -> "Shared":
         return Shared(self.tensor[int(_plain(place))])
 
@@ -151,7 +159,7 @@ class AsyncCopy:
     def async_copy_global_to_shared(self, to: Shared, at: Pointer, mask: Any = True) -> None:
         there = torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape)
         assert at.at.shape == to.tensor.shape, "what is copied fits"
-        to.tensor.fill_(_GARBAGE_WORD)
+        to.tensor.fill_(torch.nan if to.tensor.is_floating_point() else _GARBAGE_WORD)
         self._groups[-1].append((to.tensor, at.read(there, 0)))
 
     def commit_group(self) -> None:
@@ -296,9 +304,10 @@ class Language:
         result = Value(product + acc.tensor if use_acc else product)
         return Awaited(result) if is_async else result
 
-    def warpgroup_mma_wait(self, num_outstanding: int, deps: Sequence[Any]) -> tuple[Value, ...]:
+    def warpgroup_mma_wait(self, num_outstanding: int, deps: Sequence[Any]) -> Any:
         assert num_outstanding == 0
-        return tuple(dep.value if isinstance(dep, Awaited) else dep for dep in deps)
+        found = tuple(dep.value if isinstance(dep, Awaited) else dep for dep in deps)
+        return found if len(found) > 1 else found[0]
 
 
 def _bits(x: Tensor) -> np.ndarray:

@@ -17,8 +17,9 @@ from specdec.kernels.formats import FORMATS, SCALE_DTYPE, Pages, QuantizedPages
 from specdec.kernels.gpu import attention, linear
 from specdec.kernels.work import uniform_work
 
-COMPILED: list[tuple[str, dict[str, str]]] = []
-"""Name of each kernel that was launched, and what was made of it: "ttir" (none in Gluon), "ttgir", "ptx"."""
+COMPILED: list[tuple[str, dict[str, Any]]] = []
+"""Name of each kernel that was launched, and what was made of it: "ttir" (none in Gluon), "ttgir", "ptx"; and "shared",
+the bytes of shared memory that a program takes."""
 VARIANTS: dict[str, set[str]] = {}
 """By file and name of each kernel that was launched, the specializations that were compiled."""
 
@@ -44,7 +45,7 @@ _launch = JITFunction.run
 
 def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     compiled = _launch(kernel, *args, grid=grid, warmup=True, **options)
-    COMPILED.append((kernel.__name__, compiled.asm))
+    COMPILED.append((kernel.__name__, {**compiled.asm, "shared": compiled.metadata.shared}))
     VARIANTS.setdefault(f"{kernel.fn.__module__.split('.')[-1]}.{kernel.__name__}", set()).add(compiled.hash)
     return compiled
 
@@ -74,15 +75,15 @@ def attend(
 ) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of 128 values.
 
-    `codes` is the kernel that codes go straight to the tensor cores by, if one does: SINGLE, DIRECT or WIDE; `first` is
-    how many splits its first part takes.
+    `codes` is the kernel in Gluon that reads contexts, if one does: SINGLE, DIRECT, WIDE, NATIVE or NATIVE_NARROW;
+    `first` is how many splits its first part takes.
     """
     heads, kv_heads, dim = 32, 8, 128
     pages = pages_of(pages_format, kv_heads, dim, dtype)
     rows = torch.zeros(num_nodes, dtype=torch.int64)
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
     work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, 1024, chains)
-    for name in ("SINGLE", "DIRECT", "WIDE"):
+    for name in ("SINGLE", "DIRECT", "WIDE", "NATIVE", "NATIVE_NARROW"):
         getattr(attention, name).takes = lambda *args, takes=name == codes: takes
         getattr(attention, name).first = lambda *args: first
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)

@@ -1,4 +1,4 @@
-"""Codes that go straight to the tensor cores: the states of splits, what becomes of them, and the assembly."""
+"""Kernels in Gluon: the states of splits, what becomes of them, and the assembly that makes values of codes."""
 
 import re
 from collections.abc import Callable
@@ -10,10 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.formats import FORMATS, SCALE_DTYPE, KVFormat, QuantizedPages, dequantize, load, quantize, store
+from specdec.kernels.formats import (
+    FORMATS,
+    SCALE_DTYPE,
+    KVFormat,
+    Pages,
+    QuantizedPages,
+    dequantize,
+    load,
+    quantize,
+    store,
+)
 from specdec.kernels.gpu import attention
-from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE, CodesKernel
+from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE, HopperKernel
 from specdec.kernels.gpu.direct import DIRECT
+from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_parts, num_splits
 from specdec.kernels.gpu.pages import pointers
 from specdec.kernels.gpu.single import SINGLE
@@ -26,7 +37,9 @@ from tests.test_formats import on_hopper
 
 DIM, TILE = HEAD_DIM.value, KEY_TILE.value
 GROUP, SCALE = 4, DIM**-0.5
-WAYS = {"single": SINGLE, "direct": DIRECT, "wide": WIDE}
+WAYS = {"single": SINGLE, "direct": DIRECT, "wide": WIDE, "native": NATIVE, "narrow": NATIVE_NARROW}
+MERGED = ("wide", "native", "narrow")
+"""They can take many splits together."""
 NARROW = [
     ("int8", 64, 16, 2, 3),
     ("fp8", None, 32, 2, 4),
@@ -48,9 +61,16 @@ WIDER = [
     ("int4", 32, 64, 3, 16),
     ("int8", 64, 16, 1, 37),  # three tiles a sequence
 ]
+SHAPES = {
+    "single": NARROW,
+    "direct": NARROW,
+    "wide": WIDER,
+    "native": [("native", None, size, heads, nodes) for size, heads, nodes in ((16, 2, 16), (32, 1, 7), (64, 1, 37))],
+    "narrow": [("native", None, size, heads, nodes) for size, heads, nodes in ((16, 2, 3), (32, 3, 2), (64, 1, 4))],
+}
 """Format, group size, block size, key heads, nodes."""
 Shape = tuple[str, int | None, int, int, int]
-CASES = [(name, shape) for name in WAYS for shape in (WIDER if name == "wide" else NARROW)]
+CASES = [(name, shape) for name in WAYS for shape in SHAPES[name]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,7 @@ class Batch:
     """Sequences that are to decode so many nodes each, with the slots [n] of each one's keys, its nodes' included."""
 
     q: Tensor
-    pages: list[QuantizedPages]
+    pages: list[Pages]
     work: AttentionWork
     slots: list[Tensor]
     nodes: int
@@ -83,12 +103,10 @@ def make_batch(shape: Shape, contexts: list[int], *, chains: bool) -> Batch:
         (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:n].to(DEVICE)
         for blocks, n in zip(tables, lengths, strict=True)
     ]
-    how = FORMATS[kind].of_head_dim(DIM, group)
     size, used, pages = (sum(counts), block_size, kv_heads), torch.cat(slots), []
+    dtype = torch.float16 if kind == "native" else torch.bfloat16
     for _ in range(2):
-        codes = torch.full((*size, how.code_width(DIM)), 0xFF, dtype=torch.uint8, device=DEVICE)
-        scales = torch.full((*size, how.num_scales(DIM)), torch.nan, dtype=SCALE_DTYPE, device=DEVICE)
-        pages.append(QuantizedPages(codes, scales, how))
+        pages.append(unused_pages(kind, group, size))
         store(pages[-1], used, (torch.randn(len(used), kv_heads, DIM) * torch.randn(len(used), 1, 1).exp()).to(DEVICE))
     table = torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True, padding_value=2**30).int().to(DEVICE)
     ancestors = torch.tensor([(2 << i) - 1 for i in range(nodes)] * len(contexts), device=DEVICE)
@@ -97,14 +115,24 @@ def make_batch(shape: Shape, contexts: list[int], *, chains: bool) -> Batch:
     lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
     sizes = GROUP, max(contexts)
     work = uniform_work(len(contexts), nodes, table, lens, positions, ancestors, *sizes, chains)
-    return Batch(torch.randn(len(positions), kv_heads * GROUP, DIM).bfloat16().to(DEVICE), pages, work, slots, nodes)
+    return Batch(torch.randn(len(positions), kv_heads * GROUP, DIM).to(DEVICE, dtype), pages, work, slots, nodes)
+
+
+def unused_pages(kind: str, group: int | None, size: tuple[int, int, int]) -> Pages:
+    """Pages of so many blocks, slots and heads, none of which hold numbers."""
+    if kind == "native":
+        return torch.full((*size, DIM), torch.nan, dtype=torch.float16, device=DEVICE)
+    how = FORMATS[kind].of_head_dim(DIM, group)
+    codes = torch.full((*size, how.code_width(DIM)), 0xFF, dtype=torch.uint8, device=DEVICE)
+    scales = torch.full((*size, how.num_scales(DIM)), torch.nan, dtype=SCALE_DTYPE, device=DEVICE)
+    return QuantizedPages(codes, scales, how)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the next test is for it")
 @pytest.mark.parametrize("chains", [True, False])
 @pytest.mark.parametrize(
     ("name", "shape", "first"),
-    [*((*case, 1) for case in CASES), *(("wide", shape, 3) for shape in (WIDER[0], WIDER[2], WIDER[-1]))],
+    [*((*case, 1) for case in CASES), *((name, SHAPES[name][i], 3) for name in MERGED for i in (0, 2, -1))],
     ids=str,
 )
 def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +147,7 @@ def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monk
     monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
     pages = [pointers(side) for side in b.pages]
     way.attend(b.q, pages, (m, total, acc), b.work, SCALE, parts, first, sizes)
-    assert way.rows == b.work.tree_block and way.kernel.launched
+    assert (way.min_rows or way.rows) <= b.work.tree_block <= way.rows and way.kernel.launched
     checked = 0
     for row in range(len(b.q) - 1):  # nobody reads the state of the padding behind them
         sequence, node = divmod(row, nodes)
@@ -151,8 +179,8 @@ def parts_of(seen: int, first: int, *, chains: bool) -> list[tuple[int, range]]:
     return found if chains else [*found, (whole if first == 1 else max(1, count - first), range(whole, count))]
 
 
-def only(way: CodesKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the kernels over codes, let one be taken, and always where it can be."""
+def only(way: HopperKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these kernels, let one be taken, and always where it can be."""
     for other in WAYS.values():
         if other is not way:
             monkeypatch.setattr(other, "takes", lambda *args: False)
@@ -203,24 +231,25 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
     way, launched = WAYS[name], []
     only(way, monkeypatch)
     monkeypatch.setattr(way, "attend", lambda *args, attend=way.attend: launched.append(attend(*args)))
-    for splits in (1, NUM_SMALL if name == "wide" else 1):  # and what counts the programs that are done begins anew
+    for splits in (1, NUM_SMALL if name in MERGED else 1):
         monkeypatch.setattr(way, "first", lambda *args, splits=splits: splits)
         assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
     assert len(launched) == 2, "all were of the same kernel"
 
 
 @pytest.mark.skipif(ON_GPU, reason="the test before is for it")
-@pytest.mark.parametrize(("name", "nodes"), [("single", 3), ("direct", 3), ("wide", 11)])
+@pytest.mark.parametrize(("name", "nodes"), [("single", 3), ("direct", 3), ("wide", 11), ("native", 11), ("narrow", 3)])
 @pytest.mark.parametrize("contexts", [[200, 63, 321], [1100, 2100, 0]], ids=str)
 def test_chains_whose_splits_are_merged(
     name: str, nodes: int, contexts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    b = make_batch(("int8", 64, 16, 2, nodes), contexts, chains=True)
+    kind = "native" if name in ("native", "narrow") else "int8"
+    b = make_batch((kind, 64, 16, 2, nodes), contexts, chains=True)
     way = WAYS[name]
     only(way, monkeypatch)
     monkeypatch.setattr(way, "takes", lambda *args: True)
     monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
-    for splits in (1, 3 if name == "wide" else 1):
+    for splits in (1, 3 if name in MERGED else 1):
         monkeypatch.setattr(way, "first", lambda *args, splits=splits: splits)
         got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
         for row in range(len(b.q) - 1):
@@ -267,6 +296,30 @@ for nodes, name, first in (1, "single", 1), (1, "direct", 1), (16, "wide", 1), (
     for _, ptx_text in (single, narrow, wider, merged):
         copies = set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text))
         assert copies == {"0x10", "0x4"}, "sixteen bytes of codes at once, and words of scales"
+
+
+@pytest.mark.parametrize(("way", "nodes", "programs"), [("NATIVE", 16, 3), ("NATIVE_NARROW", 4, 4)])
+def test_programs_that_share_a_multiprocessor(way: str, nodes: int, programs: int) -> None:
+    """Nothing but the ring and what products take from shared memory is there, and copies are of sixteen bytes."""
+    kernels = on_hopper(f"""
+from tests.hopper import COMPILED, attend
+for chains in (True, False):
+    attend(None, {nodes}, chains=chains, codes="{way}")
+for name, made in COMPILED:
+    if name == "native_kernel":
+        print((str(made["ttgir"]), made["ptx"], made["shared"]))
+""")
+    assert len(kernels) == 2
+    for ttgir, ptx_text, shared in kernels:
+        assert programs * (shared + 1024) <= 228 << 10, "one KiB of each program's is the driver's"
+        loaded, stored, used = of_shared_memory(ttgir)
+        assert set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text)) == {"0x10"} and not stored
+        if way == "NATIVE":
+            weights, queries = "tensor<64x64xbf16", "memdesc<64x128xbf16"
+            values = {(weights, "memdesc<64x8xbf16"), (weights, "memdesc<64x128xbf16")}
+            assert not loaded and used == values | {(queries, "memdesc<128x64xbf16")}
+        else:
+            assert loaded == {"tensor<128x64xbf16", "tensor<64x128xbf16"} and not used
 
 
 def of_shared_memory(ttgir: str) -> tuple[set[str], set[str], set[tuple[str, str]]]:

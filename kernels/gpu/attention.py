@@ -14,10 +14,11 @@ from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import Pages
 from specdec.kernels.gpu.chain import chain_kernel, merge_kernel
 from specdec.kernels.gpu.chunk import chunk_kernel
-from specdec.kernels.gpu.codes import CodesKernel
+from specdec.kernels.gpu.codes import HopperKernel
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.launch import overlap
-from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, key_tile, num_parts
+from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
+from specdec.kernels.gpu.online import LARGE_SPLIT, MANY_HEADS, NUM_SMALL, SMALL_SPLIT, key_tile, num_parts
 from specdec.kernels.gpu.pages import PagePointers, pointers
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
@@ -27,13 +28,9 @@ from specdec.kernels.work import MAX_TREE_BLOCK, MIN_BLOCK, AttentionWork, max_b
 FEW_MERGED = 4096
 """Rows × heads up to which a program that merges takes sixteen of many states at once, not eight."""
 
-MANY_HEADS = {16: 384, 32: 256, 64: 256}
-"""By rows × grouped heads of a tile: from so many tiles × key heads on, a program takes the small splits of a tile
-together. Of fewer heads it would be the last one to end."""
-
 FEW_KEYS = 4096
-"""In contexts of up to so many keys it does so with tiles of 64 rows and with quantized pages, too: of more keys those
-are the smaller part. Narrow tiles of quantized pages are faster without."""
+"""In contexts of up to so many keys programs take small splits together with tiles of 64 rows and with quantized pages,
+too: of more keys those are the smaller part. Narrow tiles of quantized pages are faster without."""
 
 MAX_REGISTERS = {16: 128, 64: 168}
 """By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
@@ -57,7 +54,7 @@ class _Call:
     factors: tuple[float, float]
     sizes: dict[str, object]
     shape: dict[str, object]
-    way: CodesKernel | None
+    way: HopperKernel | None
     first: int
 
     @property
@@ -120,7 +117,9 @@ def tree_attention(
     work = meta.work(num_heads // num_kv_heads, max_block(head_dim))
     factors = (scale, 0.0 if softcap is None else softcap)
     pages = pointers(k_pages), pointers(v_pages)
-    way = next((way for way in (SINGLE, DIRECT, WIDE) if way.takes(q, pages[0], work, shape)), None)
+    way = next(
+        (way for way in (SINGLE, DIRECT, WIDE, NATIVE, NATIVE_NARROW) if way.takes(q, pages[0], work, shape)), None
+    )
     native = pages[0].kind.value == "native"
     first = _first_part(work, num_kv_heads, native, window) if way is None else way.first(work, num_kv_heads)
     call = _Call(q, pages, num_kv_heads, torch.empty_like(q), work, factors, sizes, shape, way, first)

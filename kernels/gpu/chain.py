@@ -61,8 +61,7 @@ def chain_kernel(
 ):
     """One part of the keys of one tile of nodes; `WHOLE` says that it is all of them.
 
-    Queries and the newest keys come from the kernel before, which has waited for all others: where rows stand and what
-    they see is read while that one still runs.
+    Where rows stand and what they see is read while the kernel before still runs (`uniform_work`).
     """
     GROUP: tl.constexpr = H // G
     ROWS: tl.constexpr = BLOCK_M // GROUP

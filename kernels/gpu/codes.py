@@ -5,7 +5,7 @@ there what it hands to the tensor cores.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -109,26 +109,29 @@ def along_dim(x, dim: gl.constexpr):
 
 
 @gluon.jit
-def program_of(tiles_ptr, FIRST: gl.constexpr):
+def wait_for_kernels(PDL: gl.constexpr):
+    """Wait until the kernels before have ended, as `wait_for_inputs` of `gpu/launch.py`; again, it is no wait."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@gluon.jit
+def program_of(tiles_ptr, early, FIRST: gl.constexpr, PDL: gl.constexpr):
     """What a program is for: a tile's sequence, first row, number of rows and first node; the key head; the part.
 
     Programs run about in their order, and what takes long is not to be the last one: as `part_of_program` of
-    `gpu/online.py`. The heads of a block stand next to each other, and are read at about the same time.
+    `gpu/online.py`. The heads of a block stand next to each other, and are read at about the same time. Unless `early`,
+    all of this may come from the kernel before.
     """
+    if early == 0:
+        wait_for_kernels(PDL)
     at = tiles_ptr + gl.program_id(1) * 4
     tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
     part = gl.program_id(2)
     if FIRST == 1:
         part = gl.num_programs(2) - 1 - part
     return tile, gl.program_id(0), part
-
-
-@gluon.jit
-def wait_for_kernels(PDL: gl.constexpr):
-    """As `wait_for_inputs` of `gpu/launch.py`, before queries and codes are read: where they stand is known earlier."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @gluon.jit
@@ -471,36 +474,45 @@ def only_seen(scales, tile, last):
 
 
 @dataclass(eq=False)
-class CodesKernel:
-    """A kernel over such tiles, and when it is taken.
+class HopperKernel:
+    """A kernel in Gluon that reads the context of tiles of nodes, and when it is taken.
 
     Args:
         kernel: of a program for each tile of nodes, key head and split.
-        rows: rows × grouped heads of a tile.
+        rows: most rows × grouped heads of a tile.
         warps: of a program.
-        max_registers: of a thread.
+        max_registers: of a thread of a program that takes one split.
+        min_rows: fewest rows × grouped heads of a tile; None: as many as `rows`.
         min_context: it is the faster one for contexts from this length on,
         min_programs: and where it has as many programs,
-        min_keys: or the longest context × tiles of nodes × key heads is at least as much.
-        min_merged: whatever these say, it is the faster one, and a program takes the small splits of a tile together,
-            where the longest context × the square of tiles × key heads is at least as much. Other programs put every
+        min_keys: or the longest context × tiles of nodes × key heads is at least as much,
+        max_heads: and where there are fewer tiles × key heads than that.
+        merged: whatever these say, it is the faster one, and a program takes the small splits of a tile together,
+            where the longest context × tiles × key heads to this power is at least as much. Other programs put every
             multiprocessor to work then.
+        kinds: formats of pages that it reads.
+        constants: what else it is compiled for.
     """
 
     kernel: Any
     rows: int
     warps: int
     max_registers: int
-    min_context: int
+    min_rows: int | None = None
+    min_context: int = 0
     min_programs: int = 0
     min_keys: int = 0
-    min_merged: int | None = None
+    max_heads: int | None = None
+    merged: tuple[int, int] | None = None
+    kinds: Sequence[str] = KINDS
+    constants: dict[str, int] = field(default_factory=dict)
 
     def first(self, work: AttentionWork, num_kv_heads: int) -> int:
         """Return how many splits the first part of a context takes."""
-        heads = len(work.tree_tiles) * num_kv_heads
-        merged = self.min_merged is not None and heads**2 * work.max_context >= self.min_merged
-        return NUM_SMALL if merged else 1
+        if self.merged is None:
+            return 1
+        power, least = self.merged
+        return NUM_SMALL if (len(work.tree_tiles) * num_kv_heads) ** power * work.max_context >= least else 1
 
     def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
         """Return whether this kernel is the faster one for a batch, of those that it is made for.
@@ -512,17 +524,18 @@ class CodesKernel:
             sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
         """
         made_for = (
-            pages.kind.value in KINDS
+            pages.kind.value in self.kinds
             and q.dtype in (torch.bfloat16, torch.float16)
             and q.shape[2] == HEAD_DIM.value
-            and work.tree_block == self.rows
+            and (self.min_rows or self.rows) <= work.tree_block <= self.rows
             and sizes["PDL"]
             and not sizes["SOFTCAP"]
             and not sizes["WINDOW"]
         )
         heads = len(work.tree_tiles) * int(sizes["G"])
         many = heads * num_splits(work.max_context) >= self.min_programs or heads * work.max_context >= self.min_keys
-        faster = work.max_context >= self.min_context and many or self.first(work, int(sizes["G"])) > 1
+        few = self.max_heads is None or heads < self.max_heads
+        faster = work.max_context >= self.min_context and many and few or self.first(work, int(sizes["G"])) > 1
         return bool(made_for) and faster
 
     def attend(
@@ -543,9 +556,10 @@ class CodesKernel:
         """
         given = sizes | {"FIRST": first}
         names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
+        constants = [work.chains, *(given[name] for name in names), *self.constants.values()]
+        early = int(work.nodes_per_sequence > 0)  # else the batch was divided just now, or has new keys in contexts
         self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
-            work.block_table.stride(0), len(work.tree_rows), scale, work.chains,
-            *(given[name] for name in names), num_warps=self.warps, maxnreg=self.max_registers,
-            enable_fp_fusion=False, launch_pdl=sizes["PDL"],
+            work.block_table.stride(0), len(work.tree_rows), early, scale, *constants, num_warps=self.warps,
+            maxnreg=self.max_registers if first == 1 else 255, enable_fp_fusion=False, launch_pdl=sizes["PDL"],
         )  # fmt: skip

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from specdec.kernels.gpu.codes import (
     HEAD_DIM,
     KEY_TILE,
-    CodesKernel,
+    HopperKernel,
     blocks_of,
     fetch_both,
     load_queries,
@@ -124,10 +124,10 @@ def _attend(
     return m, total, acc, blocks, stage, free
 
 
-@gluon.jit(do_not_specialize=["table_stride", "num_states"])
+@gluon.jit(do_not_specialize=["table_stride", "num_states", "early"])
 def direct_kernel(
     q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
-    table_stride, num_states, scale,
+    table_stride, num_states, early, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,7 @@ def direct_kernel(
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
     gl.static_assert(FIRST == 1, "a program takes one split")
-    tile, kv_head, split = program_of(tiles_ptr, FIRST)
+    tile, kv_head, split = program_of(tiles_ptr, early, FIRST, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
     asked, tiles, table, bounds = part_of(
@@ -172,5 +172,5 @@ def direct_kernel(
         store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
 
 
-DIRECT = CodesKernel(direct_kernel, ROWS.value, WARPS.value, max_registers=128, min_context=1024)
+DIRECT = HopperKernel(direct_kernel, ROWS.value, WARPS.value, max_registers=128, min_context=1024)
 """It is ahead of `chain_kernel` from there on, of 1 to 32 sequences (`benchmarks/results/direct_h200.json`)."""

@@ -20,6 +20,11 @@ SMALL_SPLIT, NUM_SMALL, LARGE_SPLIT = 128, 16, 1024
 partial results."""
 
 
+MANY_HEADS = {16: 384, 32: 256, 64: 256}
+"""By rows × grouped heads of a tile: from so many tiles × key heads on, a program of `chain_kernel` or `context_kernel`
+takes the small splits of a tile together. Of fewer heads it would be the last one to end."""
+
+
 def key_tile(head_dim: int) -> int:
     """Keys of a tile."""
     return 64 if head_dim <= 128 else 32

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from specdec.kernels.gpu.codes import (
     HEAD_DIM,
     KEY_TILE,
-    CodesKernel,
+    HopperKernel,
     blocks_of,
     fetch_tile,
     load_queries,
@@ -110,10 +110,10 @@ def _attend(
     return m, total, acc, blocks
 
 
-@gluon.jit(do_not_specialize=["table_stride", "num_states"])
+@gluon.jit(do_not_specialize=["table_stride", "num_states", "early"])
 def single_kernel(
     q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
-    table_stride, num_states, scale,
+    table_stride, num_states, early, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -121,7 +121,7 @@ def single_kernel(
     D: gl.constexpr = HEAD_DIM
     GROUP: gl.constexpr = H // G
     gl.static_assert(FIRST == 1, "a program takes one split")
-    tile, kv_head, split = program_of(tiles_ptr, FIRST)
+    tile, kv_head, split = program_of(tiles_ptr, early, FIRST, PDL)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _SUM))
     asked, tiles, table, bounds = part_of(
@@ -154,7 +154,7 @@ def single_kernel(
         store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
 
 
-SINGLE = CodesKernel(
+SINGLE = HopperKernel(
     single_kernel,
     ROWS.value,
     WARPS.value,

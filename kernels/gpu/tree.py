@@ -64,12 +64,9 @@ def context_kernel(
     FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One part of the context of one tile of nodes. The last split, which goes on, is never merged with others.
-
-    Queries and the newest keys come from the kernel before, which has waited for all others: what a tile holds is read
-    while that one still runs.
-    """
+    """One part of the context of one tile of nodes. The last split, which goes on, is never merged with others."""
     GROUP: tl.constexpr = H // G
+    wait_for_inputs(PDL)
     kv_head, tile_of, part = tl.program_id(0), tl.program_id(1), part_of_program(FIRST)
     tile_at = tiles_ptr + tile_of * 4
     sequence, first, count = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
@@ -77,7 +74,6 @@ def context_kernel(
     shared = context // TILE  # tiles that every node sees
     last_split = split_of(shared, SMALL, NUM, LARGE)
     split, end_split = splits_of(part, FIRST)
-    wait_for_inputs(PDL)
     if split <= last_split:
         lane = tl.arange(0, BLOCK_M)
         row, head, ok = first + lane // GROUP, kv_head * GROUP + lane % GROUP, lane // GROUP < count

@@ -18,7 +18,7 @@ from specdec.kernels.gpu.codes import (
     HEAD_DIM,
     KEY_TILE,
     Bases,
-    CodesKernel,
+    HopperKernel,
     as_half,
     blocks_of,
     fetch_both,
@@ -233,10 +233,10 @@ def _store(to, part, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
     store_state(states, tile, head, part, num_states, m, total, gl.permute(acc, (1, 0)), H, GROUP)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "num_states"])
+@gluon.jit(do_not_specialize=["table_stride", "num_states", "early"])
 def wide_kernel(
     q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
-    table_stride, num_states, scale,
+    table_stride, num_states, early, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -244,7 +244,7 @@ def wide_kernel(
     D: gl.constexpr = HEAD_DIM
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
-    tile, kv_head, part = program_of(tiles_ptr, FIRST)
+    tile, kv_head, part = program_of(tiles_ptr, early, FIRST, PDL)
     splits = gl.where(part == 0, 0, part + (FIRST - 1)), part + FIRST
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
@@ -310,7 +310,7 @@ def wide_kernel(
         async_copy.wait_group(0)
 
 
-WIDE = CodesKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096, min_merged=1 << 25)
+WIDE = HopperKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096, merged=(2, 1 << 25))
 """In shorter contexts, whose splits are two tiles each, the other kernels are about as fast or ahead
 (`benchmarks/results/wide_h200.json`, of before a program took those splits together). Where one does, this kernel is
 ahead of them, too: `benchmarks/kernels_gpu.py wide` has such cases."""
