@@ -8,6 +8,7 @@ from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.protocol import Drafter
 from specdec.kernels.formats import FORMATS
+from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
 from specdec.models.decoder import Decoder
 from tests.conftest import VOCAB, tiny_llama
 from tests.engines import make_engine, outputs, run
@@ -65,3 +66,27 @@ def test_bf16_tokens_depend_on_neither_drafter_nor_batch_nor_capture(name: str, 
         engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs, kv_cache_dtype=pages)
         assert (engine.graphs is not None) == (cuda_graphs and name != "random")
         assert outputs(run(engine, PROMPTS, asks())) == alone
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "medusa", "recurrent"])
+def test_contexts_that_are_copied_early_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 128 values, and contexts of several tiles, which captured steps read before the kernel before ends."""
+    heads = {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1}
+    model = tiny_llama(dtype=torch.bfloat16, **heads).to("cuda")
+    prompts = [[(7 * i + i * i // 9 + j) % VOCAB for i in range(n)] for j, n in enumerate((131, 190, 64, 230))]
+    taken = set()
+    for kind, way in {"wide": NATIVE, "narrow": NATIVE_NARROW}.items():
+        attend = way.attend
+        monkeypatch.setattr(way, "attend", lambda *args, kind=kind, attend=attend: (taken.add(kind), attend(*args)))
+    alone = [outputs(run(make_engine(model), [p], [a]))[0] for p, a in zip(prompts, asks(), strict=True)]
+    assert taken == {"narrow"}
+    for cuda_graphs in (True, False):
+        drafters: dict[str, Drafter | None] = {
+            "none": None,
+            "ngram": NGramDrafter(),
+            "medusa": random_medusa(model),
+            "recurrent": random_recurrent(model),
+        }
+        engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs)
+        assert outputs(run(engine, prompts, asks())) == alone
+    assert name not in ("medusa", "recurrent") or "wide" in taken, "trees have more rows"
