@@ -134,6 +134,10 @@ class Shared:
     def dtype(self) -> str | None:
         return Value(self.tensor).dtype
 
+    @property
+    def shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
     def index(self, place: Any) -> "Shared":
         return Shared(self.tensor[int(_plain(place))])
 

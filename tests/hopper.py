@@ -72,13 +72,14 @@ def attend(
     dtype: torch.dtype = torch.bfloat16,
     codes: str | None = None,
     first: int = 1,
+    dim: int = 128,
 ) -> None:
-    """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of 128 values.
+    """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of `dim` values.
 
     `codes` is the kernel in Gluon that reads contexts, if one does: SINGLE, DIRECT, WIDE, NATIVE or NATIVE_NARROW;
     `first` is how many splits its first part takes.
     """
-    heads, kv_heads, dim = 32, 8, 128
+    heads, kv_heads = 32, 8
     pages = pages_of(pages_format, kv_heads, dim, dtype)
     rows = torch.zeros(num_nodes, dtype=torch.int64)
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)

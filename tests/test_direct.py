@@ -65,10 +65,10 @@ SHAPES = {
     "single": NARROW,
     "direct": NARROW,
     "wide": WIDER,
-    "native": [("native", None, size, heads, nodes) for size, heads, nodes in ((16, 2, 16), (32, 1, 7), (64, 1, 37))],
-    "narrow": [("native", None, size, heads, nodes) for size, heads, nodes in ((16, 2, 3), (32, 3, 2), (64, 1, 4))],
+    "native": [("native", 128, 16, 2, 16), ("native", 64, 32, 1, 7), ("native", 128, 64, 1, 37)],
+    "narrow": [("native", 128, 16, 2, 3), ("native", 128, 32, 3, 2), ("native", 64, 64, 1, 4)],
 }
-"""Format, group size, block size, key heads, nodes."""
+"""Format, group size (native pages: size of a head), block size, key heads, nodes."""
 Shape = tuple[str, int | None, int, int, int]
 CASES = [(name, shape) for name in WAYS for shape in SHAPES[name]]
 
@@ -104,10 +104,10 @@ def make_batch(shape: Shape, contexts: list[int], *, chains: bool) -> Batch:
         for blocks, n in zip(tables, lengths, strict=True)
     ]
     size, used, pages = (sum(counts), block_size, kv_heads), torch.cat(slots), []
-    dtype = torch.float16 if kind == "native" else torch.bfloat16
+    dim, dtype = (group or DIM, torch.float16) if kind == "native" else (DIM, torch.bfloat16)
     for _ in range(2):
         pages.append(unused_pages(kind, group, size))
-        store(pages[-1], used, (torch.randn(len(used), kv_heads, DIM) * torch.randn(len(used), 1, 1).exp()).to(DEVICE))
+        store(pages[-1], used, (torch.randn(len(used), kv_heads, dim) * torch.randn(len(used), 1, 1).exp()).to(DEVICE))
     table = torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True, padding_value=2**30).int().to(DEVICE)
     ancestors = torch.tensor([(2 << i) - 1 for i in range(nodes)] * len(contexts), device=DEVICE)
     ancestors[-1] = 0  # padding
@@ -115,13 +115,13 @@ def make_batch(shape: Shape, contexts: list[int], *, chains: bool) -> Batch:
     lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
     sizes = GROUP, max(contexts)
     work = uniform_work(len(contexts), nodes, table, lens, positions, ancestors, *sizes, chains)
-    return Batch(torch.randn(len(positions), kv_heads * GROUP, DIM).to(DEVICE, dtype), pages, work, slots, nodes)
+    return Batch(torch.randn(len(positions), kv_heads * GROUP, dim).to(DEVICE, dtype), pages, work, slots, nodes)
 
 
 def unused_pages(kind: str, group: int | None, size: tuple[int, int, int]) -> Pages:
     """Pages of so many blocks, slots and heads, none of which hold numbers."""
     if kind == "native":
-        return torch.full((*size, DIM), torch.nan, dtype=torch.float16, device=DEVICE)
+        return torch.full((*size, group or DIM), torch.nan, dtype=torch.float16, device=DEVICE)
     how = FORMATS[kind].of_head_dim(DIM, group)
     codes = torch.full((*size, how.code_width(DIM)), 0xFF, dtype=torch.uint8, device=DEVICE)
     scales = torch.full((*size, how.num_scales(DIM)), torch.nan, dtype=SCALE_DTYPE, device=DEVICE)
@@ -141,9 +141,9 @@ def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monk
     _, _, block_size, kv_heads, nodes = shape
     parts = num_parts(max(contexts) + nodes, first, 1 if chains else 2)
     m, total = (torch.full((parts, len(b.q), kv_heads * GROUP), torch.nan) for _ in range(2))
-    acc = torch.full((*m.shape, DIM), torch.nan)
-    sizes = {"H": kv_heads * GROUP, "G": kv_heads, "BLOCK_SIZE": block_size, "SMALL": SMALL_SPLIT // TILE}
-    sizes |= {"NUM": NUM_SMALL, "LARGE": LARGE_SPLIT // TILE, "PDL": False}
+    acc = torch.full((*m.shape, b.q.shape[2]), torch.nan)
+    sizes = {"H": kv_heads * GROUP, "G": kv_heads, "D": b.q.shape[2], "BLOCK_SIZE": block_size}
+    sizes |= {"SMALL": SMALL_SPLIT // TILE, "NUM": NUM_SMALL, "LARGE": LARGE_SPLIT // TILE, "PDL": False}
     monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
     pages = [pointers(side) for side in b.pages]
     way.attend(b.q, pages, (m, total, acc), b.work, SCALE, parts, first, sizes)
@@ -298,13 +298,16 @@ for nodes, name, first in (1, "single", 1), (1, "direct", 1), (16, "wide", 1), (
         assert copies == {"0x10", "0x4"}, "sixteen bytes of codes at once, and words of scales"
 
 
-@pytest.mark.parametrize(("way", "nodes", "programs"), [("NATIVE", 16, 3), ("NATIVE_NARROW", 4, 4)])
-def test_programs_that_share_a_multiprocessor(way: str, nodes: int, programs: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "nodes", "dim", "programs"),
+    [("NATIVE", 16, 128, 3), ("NATIVE", 16, 64, 6), ("NATIVE_NARROW", 4, 128, 4), ("NATIVE_NARROW", 4, 64, 8)],
+)
+def test_programs_that_share_a_multiprocessor(way: str, nodes: int, dim: int, programs: int) -> None:
     """Nothing but the ring and what products take from shared memory is there, and copies are of sixteen bytes."""
     kernels = on_hopper(f"""
 from tests.hopper import COMPILED, attend
 for chains in (True, False):
-    attend(None, {nodes}, chains=chains, codes="{way}")
+    attend(None, {nodes}, chains=chains, codes="{way}", dim={dim})
 for name, made in COMPILED:
     if name == "native_kernel":
         print((str(made["ttgir"]), made["ptx"], made["shared"]))
@@ -315,11 +318,11 @@ for name, made in COMPILED:
         loaded, stored, used = of_shared_memory(ttgir)
         assert set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text)) == {"0x10"} and not stored
         if way == "NATIVE":
-            weights, queries = "tensor<64x64xbf16", "memdesc<64x128xbf16"
-            values = {(weights, "memdesc<64x8xbf16"), (weights, "memdesc<64x128xbf16")}
-            assert not loaded and used == values | {(queries, "memdesc<128x64xbf16")}
+            weights, queries = "tensor<64x64xbf16", f"memdesc<64x{dim}xbf16"
+            values = {(weights, "memdesc<64x8xbf16"), (weights, f"memdesc<64x{dim}xbf16")}
+            assert not loaded and used == values | {(queries, f"memdesc<{dim}x64xbf16")}
         else:
-            assert loaded == {"tensor<128x64xbf16", "tensor<64x128xbf16"} and not used
+            assert loaded == {f"tensor<{dim}x64xbf16", f"tensor<64x{dim}xbf16"} and not used
 
 
 def of_shared_memory(ttgir: str) -> tuple[set[str], set[str], set[tuple[str, str]]]:

@@ -68,10 +68,11 @@ def test_bf16_tokens_depend_on_neither_drafter_nor_batch_nor_capture(name: str, 
         assert outputs(run(engine, PROMPTS, asks())) == alone
 
 
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["none", "ngram", "medusa", "recurrent"])
-def test_contexts_that_are_copied_early_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of 128 values, and contexts of several tiles, which captured steps read before the kernel before ends."""
-    heads = {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1}
+def test_contexts_that_are_copied_early_change_no_token(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of several tiles, which captured steps read before the kernel before ends."""
+    heads = {"head_dim": dim, "num_attention_heads": 8, "num_key_value_heads": 1}
     model = tiny_llama(dtype=torch.bfloat16, **heads).to("cuda")
     prompts = [[(7 * i + i * i // 9 + j) % VOCAB for i in range(n)] for j, n in enumerate((131, 190, 64, 230))]
     taken = set()

@@ -193,10 +193,10 @@ def part_of(
 
 
 @gluon.jit
-def query_rows(q_ptr, tile, head, lane, H: gl.constexpr, GROUP: gl.constexpr):
+def query_rows(q_ptr, tile, head, lane, H: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
     """Where the queries of a tile's rows × grouped heads start, and which there are."""
     row = (tile[1] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
-    return q_ptr + row * HEAD_DIM, lane // GROUP < tile[2]
+    return q_ptr + row * D, lane // GROUP < tile[2]
 
 
 @gluon.jit
@@ -205,7 +205,7 @@ def load_queries(
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """Queries as left operand for keys in the order of `keys_of`: [ROWS, HEAD_DIM] fp16."""
-    rows, ok = query_rows(q_ptr, tile, head, gl.arange(0, ROWS, gl.SliceLayout(1, layout)), H, GROUP)
+    rows, ok = query_rows(q_ptr, tile, head, gl.arange(0, ROWS, gl.SliceLayout(1, layout)), H, HEAD_DIM, GROUP)
     k = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     half, four, inside = k // 8 % 2, k // 2 % 4, k % 2
     if kind == "int4":
@@ -219,7 +219,8 @@ def load_queries(
 
 @gluon.jit
 def store_state(states, tile, head, part, num_states, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
-    """Put down where a part ended: maximum [M], sums of weights [M, n], all the same, and values [M, HEAD_DIM]."""
+    """Put down where a part ended: maximum [M], sums of weights [M, n], all the same, and values [M, D]."""
+    D: gl.constexpr = acc.shape[1]
     m_ptr, total_ptr, acc_ptr = states
     lane = gl.arange(0, m.shape[0], m.type.layout)
     state = (part * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
@@ -227,7 +228,7 @@ def store_state(states, tile, head, part, num_states, m, total, acc, H: gl.const
     gl.store(total_ptr + state, gl.max(total, 1), mask=lane // GROUP < tile[2])
     lane = gl.arange(0, m.shape[0], gl.SliceLayout(1, acc.type.layout))
     state = (part * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
-    acc_at = acc_ptr + state[:, None] * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc.type.layout))[None, :]
+    acc_at = acc_ptr + state[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))[None, :]
     gl.store(acc_at, acc, mask=(lane // GROUP < tile[2])[:, None])
 
 
@@ -491,6 +492,7 @@ class HopperKernel:
             where the longest context × tiles × key heads to this power is at least as much. Other programs put every
             multiprocessor to work then.
         kinds: formats of pages that it reads.
+        head_dims: sizes of heads that it is made for.
         constants: what else it is compiled for.
     """
 
@@ -505,6 +507,7 @@ class HopperKernel:
     max_heads: int | None = None
     merged: tuple[int, int] | None = None
     kinds: Sequence[str] = KINDS
+    head_dims: Sequence[int] = (HEAD_DIM.value,)
     constants: dict[str, int] = field(default_factory=dict)
 
     def first(self, work: AttentionWork, num_kv_heads: int) -> int:
@@ -526,7 +529,7 @@ class HopperKernel:
         made_for = (
             pages.kind.value in self.kinds
             and q.dtype in (torch.bfloat16, torch.float16)
-            and q.shape[2] == HEAD_DIM.value
+            and q.shape[2] in self.head_dims
             and (self.min_rows or self.rows) <= work.tree_block <= self.rows
             and sizes["PDL"]
             and not sizes["SOFTCAP"]
@@ -555,7 +558,7 @@ class HopperKernel:
             sizes: what attention kernels are compiled for.
         """
         given = sizes | {"FIRST": first}
-        names = ("H", "G", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
+        names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
         constants = [work.chains, *(given[name] for name in names), *self.constants.values()]
         early = int(work.nodes_per_sequence > 0)  # else the batch was divided just now, or has new keys in contexts
         self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](

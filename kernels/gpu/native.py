@@ -5,7 +5,7 @@ It takes so little room that three programs of 64 rows run on a multiprocessor, 
 another's weights. Where the kernel before writes none of it, the first copies begin while that one still runs.
 
 The bits are those of `gpu/chain.py` and `gpu/tree.py` (`tests/test_direct.py`): the same sums, one after the other.
-Those kernels are for all else: other sizes of heads, fp32, windows, other GPUs.
+Those kernels are for all else: other sizes of heads than 64 and 128, fp32, windows, other GPUs.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from specdec.kernels.gpu.codes import (
-    HEAD_DIM,
     KEY_TILE,
     HopperKernel,
     along_dim,
@@ -36,8 +35,6 @@ WARPS = gl.constexpr(4)
 PLACES = gl.constexpr(3)
 """Of the ring."""
 
-_COPIES = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, WARPS.value, 1], [2, 1, 0]))
-"""How a tile is copied, [blocks, rows, values]: sixteen bytes a thread, a row's by half a warp."""
 _RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, WARPS.value], [16, 8]), 2))
 """Keys, values and ones as 16 rows' products take them; those of 64 rows take them from shared memory."""
 _KEPT = gl.constexpr(gl.NVMMASharedLayout(128, 16))
@@ -73,9 +70,17 @@ def _times(rows):
 
 
 @gluon.constexpr_function
-def _queries(rows):
+def _queries(rows, dim):
     """The layout in which queries are loaded: as an operand in registers, or sixteen bytes a thread."""
-    return _left(rows, 8) if rows == 16 else gl.BlockedLayout([1, 8], [2, 16], [WARPS.value, 1], [1, 0])
+    if rows == 16:
+        return _left(rows, 8)
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [WARPS.value, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _copies(dim):
+    """The layout in which a tile is copied, [blocks, rows, values]: sixteen bytes a thread."""
+    return gl.BlockedLayout([1, 1, 8], [1, 256 // dim, dim // 8], [1, WARPS.value, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -88,13 +93,15 @@ def _fetch(kept, place, pages, head, blocks, tile, bounds, BLOCK_SIZE: gl.conste
         tile: which one.
         bounds: where tiles end, and the last key that any row sees.
     """
+    D: gl.constexpr = kept.shape[2]
+    COPIES: gl.constexpr = _copies(D)
     to_tile, last = bounds
     BLOCKS: gl.constexpr = KEY_TILE // BLOCK_SIZE
-    within = along_dim(gl.arange(0, BLOCK_SIZE, only_dim(1, _COPIES)), 1)
-    at = (within * G + head) * HEAD_DIM + along_dim(gl.arange(0, HEAD_DIM, only_dim(2, _COPIES)), 2)
-    key = tile * KEY_TILE + along_dim(gl.arange(0, BLOCKS, only_dim(0, _COPIES)), 0) * BLOCK_SIZE + within
-    start = pages.codes + blocks.to(gl.int64) * (BLOCK_SIZE * G * HEAD_DIM)
-    to = kept.index(place).reshape([BLOCKS, BLOCK_SIZE, HEAD_DIM])
+    within = along_dim(gl.arange(0, BLOCK_SIZE, only_dim(1, COPIES)), 1)
+    at = (within * G + head) * D + along_dim(gl.arange(0, D, only_dim(2, COPIES)), 2)
+    key = tile * KEY_TILE + along_dim(gl.arange(0, BLOCKS, only_dim(0, COPIES)), 0) * BLOCK_SIZE + within
+    start = pages.codes + blocks.to(gl.int64) * (BLOCK_SIZE * G * D)
+    to = kept.index(place).reshape([BLOCKS, BLOCK_SIZE, D])
     async_copy.async_copy_global_to_shared(to, start + at, mask=(key <= last) & (tile < to_tile))
     async_copy.commit_group()
 
@@ -123,7 +130,7 @@ def _scores(q, keys, ROWS: gl.constexpr):
 @gluon.jit
 def _weigh(total, acc, p, ones, values, ROWS: gl.constexpr):
     """Sums of weights and of weighted values, with a tile's weights [ROWS, KEY_TILE]."""
-    p = gl.convert_layout(p, _left(ROWS, HEAD_DIM))
+    p = gl.convert_layout(p, _left(ROWS, acc.shape[1]))
     if ROWS == 16:
         total = mma_v2(p, ones, total)
         acc = mma_v2(p, values.load(_RIGHT), acc)
@@ -143,19 +150,20 @@ def _attend(
 
     Args:
         first, end: which tiles.
-        state: maximum [ROWS], sum of weights [ROWS, n], weighted values [ROWS, HEAD_DIM], the blocks of the second
+        state: maximum [ROWS], sum of weights [ROWS, n], weighted values [ROWS, D], the blocks of the second
             tile, and the place of the first one's keys.
         right: the queries, and ones.
         left: the ring, the block table, where the copies end, and the last key that any row sees and that of each.
         MASKED: whether rows may see a part of a tile only.
     """
     m, total, acc, blocks, place = state
+    D: gl.constexpr = acc.shape[1]
     q, ones = right
     kept, table, to_tile, last, position = left
     bounds = to_tile, last
     factor = scale * 1.4426950408889634
     for tile in range(first, end):
-        following = blocks_in(table, tile + 2, _COPIES, BLOCK_SIZE)
+        following = blocks_in(table, tile + 2, _copies(D), BLOCK_SIZE)
         async_copy.wait_group(PLACES - 1)
         s = _scores(q, kept.index(place), ROWS) * factor
         _fetch(kept, place, v_pages, head, blocks, tile + 1, bounds, BLOCK_SIZE, G)
@@ -167,7 +175,7 @@ def _attend(
         m, finite, keep = new_maximum(m, gl.max(s, 1))
         p = gl.exp2(s - finite[:, None]).to(q.dtype)
         total = total * _of(keep, ROWS, _times(ROWS))[:, None]
-        acc = acc * _of(keep, ROWS, HEAD_DIM)[:, None]
+        acc = acc * _of(keep, ROWS, D)[:, None]
         async_copy.wait_group(PLACES - 1)
         total, acc = _weigh(total, acc, p, ones, kept.index(place), ROWS)
         _fetch(kept, place, k_pages, head, blocks, tile + 2, bounds, BLOCK_SIZE, G)
@@ -182,11 +190,11 @@ def _of(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _empty(ROWS: gl.constexpr):
+def _empty(ROWS: gl.constexpr, D: gl.constexpr):
     """The state before any key."""
     m = gl.full([ROWS], float("-inf"), gl.float32, _row(ROWS, KEY_TILE))
     total = gl.zeros([ROWS, _times(ROWS)], gl.float32, _sums(ROWS, _times(ROWS)))
-    return m, total, gl.zeros([ROWS, HEAD_DIM], gl.float32, _sums(ROWS, HEAD_DIM))
+    return m, total, gl.zeros([ROWS, D], gl.float32, _sums(ROWS, D))
 
 
 @gluon.jit
@@ -212,13 +220,14 @@ def _keep(before, m, total, acc, ROWS: gl.constexpr):
 def _merge(before, m_next, total_next, acc_next, ROWS: gl.constexpr):
     """Put a split behind those before it, whose state is in shared memory."""
     TIMES: gl.constexpr = _times(ROWS)
+    D: gl.constexpr = acc_next.shape[1]
     m, total = gl.split(before[0].load(gl.join(m_next, m_next).type.layout))
     m, total = _of(m, ROWS, KEY_TILE), _of(total, ROWS, TIMES)
     top, finite, a = new_maximum(m, m_next)
     b = gl.exp2(m_next - finite)
     total = total[:, None] * _of(a, ROWS, TIMES)[:, None] + total_next * _of(b, ROWS, TIMES)[:, None]
-    acc = before[1].load(_sums(ROWS, HEAD_DIM)) * _of(a, ROWS, HEAD_DIM)[:, None]
-    return top, total, acc + acc_next * _of(b, ROWS, HEAD_DIM)[:, None]
+    acc = before[1].load(_sums(ROWS, D)) * _of(a, ROWS, D)[:, None]
+    return top, total, acc + acc_next * _of(b, ROWS, D)[:, None]
 
 
 @gluon.jit
@@ -232,14 +241,13 @@ def _store(to, part, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr, ROWS: 
 def native_kernel(
     q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
     table_stride, num_states, early, scale,
-    CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """One part of one tile of nodes: of chains with their own keys, of trees without."""
-    D: gl.constexpr = HEAD_DIM
     GROUP: gl.constexpr = H // G
-    QUERIES: gl.constexpr = _queries(ROWS)
+    QUERIES: gl.constexpr = _queries(ROWS, D)
     tile, kv_head, part = program_of(tiles_ptr, early, FIRST, PDL)
     splits = gl.where(part == 0, 0, part + (FIRST - 1)), part + FIRST
     reads = context_ptr, positions_ptr, ancestors_ptr
@@ -250,7 +258,8 @@ def native_kernel(
     from_tile, whole, to_tile = tiles
     bounds = to_tile, seen[0]
     kept = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [PLACES, KEY_TILE, D], _KEPT)
-    blocks = blocks_in(table, from_tile, _COPIES, BLOCK_SIZE), blocks_in(table, from_tile + 1, _COPIES, BLOCK_SIZE)
+    first_blocks = blocks_in(table, from_tile, _copies(D), BLOCK_SIZE)
+    blocks = first_blocks, blocks_in(table, from_tile + 1, _copies(D), BLOCK_SIZE)
     of_context = (from_tile + 2) * KEY_TILE <= gl.load(context_ptr + tile[0]).to(gl.int32)
     begun = asked & of_context & (early != 0)
     if begun:
@@ -259,7 +268,7 @@ def native_kernel(
     if asked:
         if not begun:
             _begin(kept, k_pages, v_pages, kv_head, blocks, from_tile, bounds, BLOCK_SIZE, G)
-        rows, ok = query_rows(q_ptr, tile, kv_head, gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)), H, GROUP)
+        rows, ok = query_rows(q_ptr, tile, kv_head, gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)), H, D, GROUP)
         d = gl.arange(0, D, gl.SliceLayout(0, QUERIES))
         q = gl.load(rows[:, None] + d[None, :], mask=ok[:, None], other=0.0)
         if ROWS == 16:
@@ -271,7 +280,7 @@ def native_kernel(
                 gl.allocate_shared_memory(q.dtype, [8, KEY_TILE], _KEPT, ones).permute((1, 0)),
             )
             fence_async_shared()
-        m, total, acc = _empty(ROWS)
+        m, total, acc = _empty(ROWS, D)
         left = kept, table, to_tile, seen[0], seen[1]
         to = (m_ptr, total_ptr, acc_ptr), tile, kv_head, num_states
         ahead = blocks[1], from_tile * 0
@@ -293,7 +302,7 @@ def native_kernel(
             for split in range(splits[0], gl.minimum(splits[1], last_split + 1)):
                 end = gl.minimum(start_of(split + 1, SMALL, NUM, LARGE), to_tile)
                 tiles = start_of(split, SMALL, NUM, LARGE), gl.minimum(whole, end), end
-                m_of, total_of, acc_of = _empty(ROWS)
+                m_of, total_of, acc_of = _empty(ROWS, D)
                 state = m_of, total_of, acc_of, ahead[0], ahead[1]
                 m_of, total_of, acc_of, of_next, place = _split(
                     tiles, state, right, left, k_pages, v_pages, kv_head, scale, ROWS, G, BLOCK_SIZE
@@ -313,9 +322,9 @@ def native_kernel(
 
 NATIVE = HopperKernel(
     native_kernel, 64, WARPS.value, max_registers=168, min_rows=32, merged=(3, 1 << 31), kinds=("native",),
-    constants={"ROWS": 64},
+    head_dims=(64, 128), constants={"ROWS": 64},
 )  # fmt: skip
 NATIVE_NARROW = HopperKernel(
     native_kernel, 16, WARPS.value, max_registers=128, max_heads=MANY_HEADS[16], kinds=("native",),
-    constants={"ROWS": 16},
+    head_dims=(64, 128), constants={"ROWS": 16},
 )  # fmt: skip

@@ -185,7 +185,7 @@ def _next_keys(kept, stage, pages, head, G: gl.constexpr):
 @gluon.jit
 def _queries(q_ptr, tile, head, kind: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
     """[ROWS, HEAD_DIM] fp16, in the order of `keys_of`."""
-    rows, ok = query_rows(q_ptr, tile, head, gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES)), H, GROUP)
+    rows, ok = query_rows(q_ptr, tile, head, gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES)), H, HEAD_DIM, GROUP)
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, _QUERIES))
     q = as_half(gl.load(rows[:, None] + d[None, :], mask=ok[:, None], other=0.0))
     if kind == "int4":
@@ -237,11 +237,10 @@ def _store(to, part, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
 def wide_kernel(
     q_ptr, k_pages, v_pages, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
     table_stride, num_states, early, scale,
-    CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One part of one tile of nodes: of chains with their own keys, of trees without."""
-    D: gl.constexpr = HEAD_DIM
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
     tile, kv_head, part = program_of(tiles_ptr, early, FIRST, PDL)
