@@ -325,6 +325,26 @@ for name, made in COMPILED:
             assert loaded == {f"tensor<{dim}x64xbf16", f"tensor<64x{dim}xbf16"} and not used
 
 
+def test_copies_have_come_before_their_room_is_taken() -> None:
+    """The last copies bring nothing, but they write: the compiler, which doesn't know, puts other things there."""
+    kernels = on_hopper("""
+from tests.hopper import COMPILED, attend
+for chains in (True, False):
+    for name in "SINGLE", "DIRECT", "WIDE":
+        attend("int8", 16 if name == "WIDE" else 1, chains=chains, codes=name)
+    for name in "NATIVE", "NATIVE_NARROW":
+        attend(None, 16 if name == "NATIVE" else 1, chains=chains, codes=name)
+for name, made in COMPILED:
+    if "async_commit_group" in made["ttgir"] and not made.get("ttir"):
+        print((name, str(made["ttgir"])))
+""")
+    assert [name[:-7] for name, _ in kernels] == ["single", "direct", "wide", "native", "native"] * 2
+    for name, ttgir in kernels:
+        behind = ttgir[ttgir.rindex("ttg.async_commit_group") :].partition("scf.yield")[2]  # the loop
+        first = re.search(r"ttg.async_wait {num = 0|tt.store|tt.reduce|ttg.convert_layout|ttg.local_", behind)
+        assert first and first[0].startswith("ttg.async_wait"), name
+
+
 def of_shared_memory(ttgir: str) -> tuple[set[str], set[str], set[tuple[str, str]]]:
     """What is loaded from there, what is put there, and the operands of products of which one is there."""
     loaded = set(re.findall(r"ttg.local_load .* -> (tensor<\w+)", ttgir))

@@ -289,6 +289,7 @@ def native_kernel(
             m, total, acc, _, _ = _split(
                 tiles, state, right, left, k_pages, v_pages, kv_head, scale, ROWS, G, BLOCK_SIZE
             )
+            async_copy.wait_group(0)  # the ring's room is taken for other things now
             _store(to, part, m, total, acc, H, GROUP, ROWS)
         else:
             before = (
@@ -317,7 +318,7 @@ def native_kernel(
                     _store(to, to_part, m_of, total_of, acc_of, H, GROUP, ROWS)
                 else:
                     _keep(before, m_of, total_of, acc_of, ROWS)
-        async_copy.wait_group(0)
+            async_copy.wait_group(0)
 
 
 NATIVE = HopperKernel(

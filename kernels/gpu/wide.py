@@ -279,6 +279,7 @@ def wide_kernel(
             state = m, total, acc, ahead[0], ahead[1], ahead[2]
             tiles = from_tile, whole, to_tile
             m, total, acc, _, _, _ = _split(tiles, state, right, left, k_pages, v_pages, kv_head, scale, G, BLOCK_SIZE)
+            async_copy.wait_group(0)
             _store(to, part, m, total, acc, H, GROUP)
         else:
             before = (
@@ -306,7 +307,7 @@ def wide_kernel(
                 else:
                     before[0].store(gl.join(m_of, gl.max(total_of, 1)))
                     before[1].store(acc_of)
-        async_copy.wait_group(0)
+            async_copy.wait_group(0)
 
 
 WIDE = HopperKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096, merged=(2, 1 << 25))
