@@ -27,7 +27,7 @@ from specdec.kernels.work import MAX_TREE_BLOCK, MIN_BLOCK, AttentionWork, max_b
 
 SOME_MERGED, FEW_MERGED = 1024, 4096
 """Up to the second number of rows × heads a program that merges takes sixteen of more than 32 states at once, not
-eight; from the first one on, of more than eight: fewer programs end sooner with what they need alone."""
+eight; between the two, of more than eight."""
 
 FEW_KEYS = 4096
 """In contexts of up to so many keys programs take small splits together with tiles of 64 rows and with quantized pages,
@@ -186,7 +186,7 @@ def _run_chains(call: _Call) -> None:
     if not whole:
         heads = 1 if call.first == 1 else 2  # of many rows, with few states each
         merged = num_rows * call.q.shape[1]
-        many = parts > (8 if merged >= SOME_MERGED else 2 * NUM_SMALL)
+        many = parts > (8 if SOME_MERGED <= merged < FEW_MERGED else 2 * NUM_SMALL)
         sixteen = heads == 1 and merged <= FEW_MERGED and many
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
