@@ -34,8 +34,8 @@ from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import load
 from specdec.kernels.gpu import fast
 from specdec.kernels.gpu.attention import tree_attention
-from specdec.kernels.gpu.codes import HopperKernel
 from specdec.kernels.gpu.direct import DIRECT
+from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
 from specdec.kernels.gpu.rope import PROGRAMS, rope_write
 from specdec.kernels.gpu.single import SINGLE

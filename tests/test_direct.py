@@ -21,9 +21,10 @@ from specdec.kernels.formats import (
     quantize,
     store,
 )
-from specdec.kernels.gpu import attention
-from specdec.kernels.gpu.codes import HEAD_DIM, KEY_TILE, HopperKernel
+from specdec.kernels.gpu import attention, hopper
+from specdec.kernels.gpu.codes import HEAD_DIM
 from specdec.kernels.gpu.direct import DIRECT
+from specdec.kernels.gpu.hopper import KEY_TILE, HopperKernel
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_parts, num_splits
 from specdec.kernels.gpu.pages import pointers
@@ -196,18 +197,43 @@ def only(way: HopperKernel, monkeypatch: pytest.MonkeyPatch) -> None:
         (1, 5, 8192, None), (1, 16, 4096, "wide"), (8, 16, 2048, None), (32, 16, 1024, "wide"), (1, 64, 8192, "wide"),
     ],
 )  # fmt: skip
-def test_which_kernel_reads_a_batch(sequences: int, nodes: int, context: int, name: str | None) -> None:
+def test_which_kernel_reads_a_batch(
+    sequences: int, nodes: int, context: int, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
     table, rows = torch.zeros(sequences, 1, dtype=torch.int32), torch.zeros(sequences * nodes, dtype=torch.int64)
     work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, GROUP, context, True)
     pages = pointers(one_block("int8"))
-    q, sizes = torch.zeros(1, 32, DIM, dtype=torch.bfloat16), {"G": 8, "PDL": True, "SOFTCAP": False, "WINDOW": 0}
+    q, sizes = torch.zeros(1, 32, DIM, dtype=torch.bfloat16), {"G": 8, "SOFTCAP": False, "WINDOW": 0}
     found = [name for name, way in WAYS.items() if way.takes(q, pages, work, sizes)]
     assert found[:1] == ([] if name is None else [name])
-    for other in ({"PDL": False}, {"SOFTCAP": True}, {"WINDOW": 512}):
+    for other in ({"SOFTCAP": True}, {"WINDOW": 512}):
         assert not any(way.takes(q, pages, work, sizes | other) for way in WAYS.values())
     assert not any(
         way.takes(q[..., :64], pages, work, sizes) or way.takes(q.float(), pages, work, sizes) for way in WAYS.values()
     )
+
+
+@pytest.mark.parametrize(
+    ("sequences", "nodes", "context", "name", "first"),
+    [
+        (1, 1, 512, "narrow", 1), (32, 4, 8192, "narrow", 1), (64, 1, 512, None, None), (1, 8, 1024, "native", 1),
+        (8, 16, 1024, "native", 1), (16, 16, 1024, "native", 16), (8, 16, 8192, "native", 16), (1, 64, 512, "native", 1),
+    ],
+)  # fmt: skip
+def test_which_kernel_reads_native_pages(
+    sequences: int, nodes: int, context: int, name: str | None, first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, rows = torch.zeros(sequences, 1, dtype=torch.int32), torch.zeros(sequences * nodes, dtype=torch.int64)
+    work = uniform_work(sequences, nodes, table, table[:, 0], rows, rows, GROUP, context, True)
+    pages, sizes = pointers(torch.zeros(1, 16, 8, DIM)), {"G": 8, "SOFTCAP": False, "WINDOW": 0}
+    for dim in (64, DIM, 80):
+        q = torch.zeros(1, 32, dim, dtype=torch.bfloat16)
+        assert not any(way.takes(q, pages, work, sizes) for way in WAYS.values()), "no Hopper GPU"
+        with monkeypatch.context() as there:
+            there.setattr(hopper, "on_hopper", lambda device: True)
+            found = [(name, way.first(work, 8)) for name, way in WAYS.items() if way.takes(q, pages, work, sizes)]
+        assert found == ([] if name is None or dim == 80 else [(name, first)])
 
 
 def one_block(kind: str) -> QuantizedPages:

@@ -14,8 +14,8 @@ from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import Pages
 from specdec.kernels.gpu.chain import chain_kernel, merge_kernel
 from specdec.kernels.gpu.chunk import chunk_kernel
-from specdec.kernels.gpu.codes import HopperKernel
 from specdec.kernels.gpu.direct import DIRECT
+from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.launch import overlap
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
 from specdec.kernels.gpu.online import LARGE_SPLIT, MANY_HEADS, NUM_SMALL, SMALL_SPLIT, key_tile, num_parts

@@ -4,24 +4,15 @@ Codes are copied as words of four, and scales as words of two, a tile's to one o
 there what it hands to the tensor cores.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from specdec.kernels.gpu.online import NUM_SMALL, num_splits
-from specdec.kernels.gpu.pages import PagePointers
+from specdec.kernels.gpu.hopper import KEY_TILE, along_dim, blocks_in, only_dim, query_rows
 from specdec.kernels.gpu.unpack import pairs_assembly, scales_assembly, word_assembly
-from specdec.kernels.work import AttentionWork
 
-HEAD_DIM, KEY_TILE = gl.constexpr(128), gl.constexpr(64)
-"""The size of a head and keys of a tile that the layouts are made for."""
+HEAD_DIM = gl.constexpr(128)
+"""The size of a head that the layouts are made for."""
 KINDS = ("int8", "fp8", "fp8_e4m3", "int4")
 """Formats whose codes they read."""
 
@@ -91,114 +82,6 @@ def scales_layout(words, block_size, warps):
     return gl.BlockedLayout([1, 1, size], [32 // lanes // rows, rows, lanes], [warps, 1, 1], [2, 1, 0])
 
 
-@gluon.constexpr_function
-def only_dim(dim, layout):
-    """The layout of one of a tensor's three dimensions."""
-    for other in reversed([i for i in range(3) if i != dim]):
-        layout = gl.SliceLayout(other, layout)
-    return layout
-
-
-@gluon.jit
-def along_dim(x, dim: gl.constexpr):
-    """A vector as one dimension of a tensor of three."""
-    for other in gl.static_range(3):
-        if other != dim:
-            x = gl.expand_dims(x, other)
-    return x
-
-
-@gluon.jit
-def wait_for_kernels(PDL: gl.constexpr):
-    """Wait until the kernels before have ended, as `wait_for_inputs` of `gpu/launch.py`; again, it is no wait."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@gluon.jit
-def program_of(tiles_ptr, early, FIRST: gl.constexpr, PDL: gl.constexpr):
-    """What a program is for: a tile's sequence, first row, number of rows and first node; the key head; the part.
-
-    Programs run about in their order, and what takes long is not to be the last one: as `part_of_program` of
-    `gpu/online.py`. The heads of a block stand next to each other, and are read at about the same time. Unless `early`,
-    all of this may come from the kernel before.
-    """
-    if early == 0:
-        wait_for_kernels(PDL)
-    at = tiles_ptr + gl.program_id(1) * 4
-    tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-    part = gl.program_id(2)
-    if FIRST == 1:
-        part = gl.num_programs(2) - 1 - part
-    return tile, gl.program_id(0), part
-
-
-@gluon.jit
-def seen(tile, lane, reads, GROUP: gl.constexpr, CHAINS: gl.constexpr):
-    """The last key that each row of a tile of nodes sees, and any; the end of tiles, and of those that all rows see.
-
-    Of trees, whose own keys aren't read here, all rows see the same tiles.
-    """
-    sequence, first_row, count, _ = tile
-    context_ptr, positions_ptr, ancestors_ptr = reads
-    if CHAINS:
-        row, ok = first_row + lane // GROUP, lane // GROUP < count
-        position = gl.load(positions_ptr + row, mask=ok, other=0).to(gl.int32)
-        position = gl.where(gl.load(ancestors_ptr + row, mask=ok, other=0) != 0, position, -1)  # padding sees nothing
-        last = gl.max(position, 0)
-        end = (last + KEY_TILE) // KEY_TILE
-        whole = (gl.min(gl.where(position < 0, last, position), 0) + 1) // KEY_TILE
-    else:
-        position = lane  # unused
-        last = gl.load(context_ptr + sequence).to(gl.int32) - 1
-        whole = (last + 1) // KEY_TILE
-        end = whole
-    return position, last, end, whole
-
-
-@gluon.jit
-def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
-    """The first tile of a split."""
-    return gl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
-
-
-@gluon.jit
-def split_of(tile, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
-    """The split that a tile is in."""
-    return gl.where(tile < SMALL * NUM, tile // SMALL, NUM + (tile - SMALL * NUM) // LARGE)
-
-
-@gluon.jit
-def part_of(
-    tile, splits, lane, reads, table_ptr, table_stride, GROUP: gl.constexpr, CHAINS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr,
-):  # fmt: skip
-    """What splits, the first and where they end, hold for a tile of nodes.
-
-    Returns:
-        Whether their state is asked for; their first tile, where those end that all rows see, and where all end; where
-        the block table starts, and its number of blocks; the last key that any row sees, and that of each.
-    """
-    position, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
-    first, to_tile = start_of(splits[0], SMALL, NUM, LARGE), start_of(splits[1], SMALL, NUM, LARGE)
-    if CHAINS:
-        asked = first < end
-    else:  # whose own keys come behind the last of them
-        asked = first <= end
-    to_tile = gl.minimum(to_tile, end)
-    table_at = table_ptr + tile[0].to(gl.int64) * table_stride
-    tiles = first, gl.minimum(to_tile, whole), to_tile
-    return asked, tiles, (table_at, (last + BLOCK_SIZE) // BLOCK_SIZE), (last, position)
-
-
-@gluon.jit
-def query_rows(q_ptr, tile, head, lane, H: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
-    """Where the queries of a tile's rows × grouped heads start, and which there are."""
-    row = (tile[1] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
-    return q_ptr + row * D, lane // GROUP < tile[2]
-
-
 @gluon.jit
 def load_queries(
     q_ptr, tile, head, kind: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr, H: gl.constexpr,
@@ -218,42 +101,12 @@ def load_queries(
 
 
 @gluon.jit
-def store_state(states, tile, head, part, num_states, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
-    """Put down where a part ended: maximum [M], sums of weights [M, n], all the same, and values [M, D]."""
-    D: gl.constexpr = acc.shape[1]
-    m_ptr, total_ptr, acc_ptr = states
-    lane = gl.arange(0, m.shape[0], m.type.layout)
-    state = (part * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
-    gl.store(m_ptr + state, m, mask=lane // GROUP < tile[2])
-    gl.store(total_ptr + state, gl.max(total, 1), mask=lane // GROUP < tile[2])
-    lane = gl.arange(0, m.shape[0], gl.SliceLayout(1, acc.type.layout))
-    state = (part * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
-    acc_at = acc_ptr + state[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))[None, :]
-    gl.store(acc_at, acc, mask=(lane // GROUP < tile[2])[:, None])
-
-
-@gluon.jit
 def room(STAGES: gl.constexpr, pages):
     """Shared memory for the words of a few tiles, and for those with their scales."""
     WORDS: gl.constexpr = code_words(pages.kind)
     SCALES: gl.constexpr = row_scale_words(pages.kind, HEAD_DIM // pages.group)
     codes = gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, WORDS], kept_layout(WORDS))
     return codes, gl.allocate_shared_memory(gl.uint32, [STAGES, KEY_TILE, SCALES], _KEPT_SCALES)
-
-
-@gluon.jit
-def stage_after(stage, STAGES: gl.constexpr):
-    """The stage behind one."""
-    return gl.where(stage + 1 == STAGES, 0, stage + 1)
-
-
-@gluon.jit
-def blocks_in(table, tile, layout: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The blocks of a tile, of those that a table has: [blocks, 1, 1] int32, others 0."""
-    table_at, num_blocks = table
-    BLOCKS: gl.constexpr = KEY_TILE // BLOCK_SIZE
-    at = tile * BLOCKS + along_dim(gl.arange(0, BLOCKS, only_dim(0, layout)), 0)
-    return gl.load(table_at + at, mask=at < num_blocks, other=0)
 
 
 @gluon.jit
@@ -445,14 +298,6 @@ def values_of(words, scales, head, pages, G: gl.constexpr):
 
 
 @gluon.jit
-def new_maximum(m, tops):
-    """The maximum of each row with a tile's; the same but finite; and what earlier keys are worth beside it."""
-    top = gl.maximum(m, tops)
-    finite = gl.where(top == float("-inf"), 0.0, top)
-    return top, finite, gl.exp2(m - finite)
-
-
-@gluon.jit
 def as_half(q):
     """Queries in fp16, as `load_q` of `gpu/online.py` makes it of bf16."""
     if q.dtype == gl.float16:
@@ -472,97 +317,3 @@ def only_seen(scales, tile, last):
     key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, scales[0].type.layout))
     there = (key <= last - tile * KEY_TILE)[:, None]
     return gl.where(there, scales[0], 0), gl.where(there, scales[1], 0)
-
-
-@dataclass(eq=False)
-class HopperKernel:
-    """A kernel in Gluon that reads the context of tiles of nodes, and when it is taken.
-
-    Args:
-        kernel: of a program for each tile of nodes, key head and split.
-        rows: most rows × grouped heads of a tile.
-        warps: of a program.
-        max_registers: of a thread of a program that takes one split.
-        min_rows: fewest rows × grouped heads of a tile; None: as many as `rows`.
-        min_context: it is the faster one for contexts from this length on,
-        min_programs: and where it has as many programs,
-        min_keys: or the longest context × tiles of nodes × key heads is at least as much,
-        max_heads: and where there are fewer tiles × key heads than that.
-        merged: whatever these say, it is the faster one, and a program takes the small splits of a tile together,
-            where the longest context × tiles × key heads to this power is at least as much. Other programs put every
-            multiprocessor to work then.
-        kinds: formats of pages that it reads.
-        head_dims: sizes of heads that it is made for.
-        constants: what else it is compiled for.
-    """
-
-    kernel: Any
-    rows: int
-    warps: int
-    max_registers: int
-    min_rows: int | None = None
-    min_context: int = 0
-    min_programs: int = 0
-    min_keys: int = 0
-    max_heads: int | None = None
-    merged: tuple[int, int] | None = None
-    kinds: Sequence[str] = KINDS
-    head_dims: Sequence[int] = (HEAD_DIM.value,)
-    constants: dict[str, int] = field(default_factory=dict)
-
-    def first(self, work: AttentionWork, num_kv_heads: int) -> int:
-        """Return how many splits the first part of a context takes."""
-        if self.merged is None:
-            return 1
-        power, least = self.merged
-        return NUM_SMALL if (len(work.tree_tiles) * num_kv_heads) ** power * work.max_context >= least else 1
-
-    def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
-        """Return whether this kernel is the faster one for a batch, of those that it is made for.
-
-        Args:
-            q: [N, num_heads, D].
-            pages: the keys'.
-            work: the batch.
-            sizes: what attention kernels are compiled for; `PDL` is what tells Hopper GPUs from others.
-        """
-        made_for = (
-            pages.kind.value in self.kinds
-            and q.dtype in (torch.bfloat16, torch.float16)
-            and q.shape[2] in self.head_dims
-            and (self.min_rows or self.rows) <= work.tree_block <= self.rows
-            and sizes["PDL"]
-            and not sizes["SOFTCAP"]
-            and not sizes["WINDOW"]
-        )
-        heads = len(work.tree_tiles) * int(sizes["G"])
-        many = heads * num_splits(work.max_context) >= self.min_programs or heads * work.max_context >= self.min_keys
-        few = self.max_heads is None or heads < self.max_heads
-        faster = work.max_context >= self.min_context and many and few or self.first(work, int(sizes["G"])) > 1
-        return bool(made_for) and faster
-
-    def attend(
-        self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
-        num_parts: int, first: int, sizes: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """Put down the states of parts as `chain_kernel` does for chains, and `context_kernel` for trees.
-
-        Args:
-            q: [N, num_heads, D].
-            pages: keys and values.
-            state: where they go.
-            work: the batch, of chains or of trees.
-            scale: factor on the scores.
-            num_parts: how many there are.
-            first: splits that the first part takes.
-            sizes: what attention kernels are compiled for.
-        """
-        given = sizes | {"FIRST": first}
-        names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
-        constants = [work.chains, *(given[name] for name in names), *self.constants.values()]
-        early = int(work.nodes_per_sequence > 0)  # else the batch was divided just now, or has new keys in contexts
-        self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](
-            q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
-            work.block_table.stride(0), len(work.tree_rows), early, scale, *constants, num_warps=self.warps,
-            maxnreg=self.max_registers if first == 1 else 255, enable_fp_fusion=False, launch_pdl=sizes["PDL"],
-        )  # fmt: skip

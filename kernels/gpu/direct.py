@@ -17,23 +17,26 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from specdec.kernels.gpu.codes import (
     HEAD_DIM,
-    KEY_TILE,
-    HopperKernel,
+    KINDS,
     blocks_of,
     fetch_both,
     load_queries,
-    new_maximum,
     only_seen,
-    part_of,
-    program_of,
     right_keys,
     room,
-    stage_after,
-    store_state,
     take_words,
     values_of,
-    wait_for_kernels,
     words_layout,
+)
+from specdec.kernels.gpu.hopper import (
+    KEY_TILE,
+    HopperKernel,
+    new_maximum,
+    part_of,
+    program_of,
+    stage_after,
+    store_state,
+    wait_for_kernels,
 )
 
 WARPS = gl.constexpr(4)
@@ -171,5 +174,13 @@ def direct_kernel(
         store_state(states, tile, kv_head, split, num_states, m, total, acc, H, GROUP)
 
 
-DIRECT = HopperKernel(direct_kernel, ROWS.value, WARPS.value, max_registers=128, min_context=1024)
+DIRECT = HopperKernel(
+    direct_kernel,
+    ROWS.value,
+    WARPS.value,
+    max_registers=128,
+    kinds=KINDS,
+    head_dims=(HEAD_DIM.value,),
+    min_context=1024,
+)
 """It is ahead of `chain_kernel` from there on, of 1 to 32 sequences (`benchmarks/results/direct_h200.json`)."""

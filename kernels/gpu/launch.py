@@ -32,6 +32,12 @@ def prefetch(at, PDL: tl.constexpr):
 
 
 @cache
+def on_hopper(device: torch.device) -> bool:
+    """Return whether kernels that use what Hopper GPUs alone have can run there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Return the launch options of a kernel that calls `wait_for_inputs`: on Hopper GPUs and later it starts early."""
     early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

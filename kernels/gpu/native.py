@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from specdec.kernels.gpu.codes import (
+from specdec.kernels.gpu.hopper import (
     KEY_TILE,
     HopperKernel,
     along_dim,
@@ -322,10 +322,10 @@ def native_kernel(
 
 
 NATIVE = HopperKernel(
-    native_kernel, 64, WARPS.value, max_registers=168, min_rows=32, merged=(3, 1 << 31), kinds=("native",),
-    head_dims=(64, 128), constants={"ROWS": 64},
+    native_kernel, 64, WARPS.value, max_registers=168, kinds=("native",), head_dims=(64, 128), min_rows=32,
+    merged=(3, 1 << 31), constants={"ROWS": 64},
 )  # fmt: skip
 NATIVE_NARROW = HopperKernel(
-    native_kernel, 16, WARPS.value, max_registers=128, max_heads=MANY_HEADS[16], kinds=("native",),
-    head_dims=(64, 128), constants={"ROWS": 16},
+    native_kernel, 16, WARPS.value, max_registers=128, kinds=("native",), head_dims=(64, 128),
+    max_heads=MANY_HEADS[16], constants={"ROWS": 16},
 )  # fmt: skip

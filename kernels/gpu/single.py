@@ -13,22 +13,25 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from specdec.kernels.gpu.codes import (
     HEAD_DIM,
-    KEY_TILE,
-    HopperKernel,
+    KINDS,
     blocks_of,
     fetch_tile,
     load_queries,
-    new_maximum,
     only_seen,
-    part_of,
-    program_of,
     right_keys,
     room,
-    store_state,
     take_words,
     values_of,
-    wait_for_kernels,
     words_layout,
+)
+from specdec.kernels.gpu.hopper import (
+    KEY_TILE,
+    HopperKernel,
+    new_maximum,
+    part_of,
+    program_of,
+    store_state,
+    wait_for_kernels,
 )
 
 ROWS = gl.constexpr(16)
@@ -158,6 +161,8 @@ SINGLE = HopperKernel(
     ROWS.value,
     WARPS.value,
     max_registers=224,
+    kinds=KINDS,
+    head_dims=(HEAD_DIM.value,),
     min_context=1024,
     min_programs=2048,
     min_keys=1 << 20,

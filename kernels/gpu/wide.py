@@ -16,27 +16,30 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from specdec.kernels.gpu.codes import (
     HEAD_DIM,
-    KEY_TILE,
+    KINDS,
     Bases,
-    HopperKernel,
     as_half,
     blocks_of,
     fetch_both,
     keys_of,
-    new_maximum,
     only_seen,
+    room,
+    take_words,
+    values_of,
+    words_layout,
+)
+from specdec.kernels.gpu.hopper import (
+    KEY_TILE,
+    HopperKernel,
+    new_maximum,
     part_of,
     program_of,
     query_rows,
-    room,
     split_of,
     stage_after,
     start_of,
     store_state,
-    take_words,
-    values_of,
     wait_for_kernels,
-    words_layout,
 )
 
 WARPS = gl.constexpr(4)
@@ -310,7 +313,10 @@ def wide_kernel(
             async_copy.wait_group(0)
 
 
-WIDE = HopperKernel(wide_kernel, ROWS.value, WARPS.value, max_registers=255, min_context=4096, merged=(2, 1 << 25))
+WIDE = HopperKernel(
+    wide_kernel, ROWS.value, WARPS.value, max_registers=255, kinds=KINDS, head_dims=(HEAD_DIM.value,), min_context=4096,
+    merged=(2, 1 << 25),
+)  # fmt: skip
 """In shorter contexts, whose splits are two tiles each, the other kernels are about as fast or ahead
 (`benchmarks/results/wide_h200.json`, of before a program took those splits together). Where one does, this kernel is
 ahead of them, too: `benchmarks/kernels_gpu.py wide` has such cases."""
