@@ -218,7 +218,8 @@ def test_which_kernel_reads_a_batch(
     ("sequences", "nodes", "context", "name", "first"),
     [
         (1, 1, 512, "narrow", 1), (32, 4, 8192, "narrow", 1), (64, 1, 512, None, None), (1, 8, 1024, "native", 1),
-        (8, 16, 1024, "native", 1), (16, 16, 1024, "native", 16), (8, 16, 8192, "native", 16), (1, 64, 512, "native", 1),
+        (8, 16, 1024, "native", 1), (16, 16, 1024, "native", 16), (8, 16, 8192, "native", 16),
+        (1, 64, 512, "native", 1),
     ],
 )  # fmt: skip
 def test_which_kernel_reads_native_pages(
