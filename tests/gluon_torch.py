@@ -6,8 +6,9 @@ What a kernel computes, reads and writes can be tested so; that its layouts fit 
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -85,30 +86,41 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "e
     _operator(_name, getattr(operator, _name))
 
 
+@dataclass
+class Before:
+    """What a program sees of the kernel before: what stands in tensors, by their addresses, until it has waited."""
+
+    stands: Mapping[int, Tensor] = field(default_factory=dict)
+    waited: bool = False
+
+
 class Pointer:
     """Places in a tensor, counted in elements."""
 
-    def __init__(self, memory: Tensor, at: Any = 0, words: bool = False) -> None:
-        self.memory, self.at, self.words = memory, torch.as_tensor(_plain(at)), words
+    def __init__(self, memory: Tensor, before: Before, at: Any = 0, words: bool = False) -> None:
+        self.memory, self.before, self.at, self.words = memory, before, torch.as_tensor(_plain(at)), words
 
     @property
     def dtype(self) -> SimpleNamespace:
         return SimpleNamespace(element_ty=Value(self.memory).dtype)
 
     def __add__(self, other: Any) -> "Pointer":
-        return Pointer(self.memory, self.at + _plain(other), self.words)
+        return Pointer(self.memory, self.before, self.at + _plain(other), self.words)
 
     __radd__ = __add__
 
     def to(self, kind: tuple[str, str], bitcast: bool) -> "Pointer":
         assert bitcast and kind == ("pointer", _WORD) and not self.at.any()
-        return Pointer(self.memory, 0, words=True)
+        return Pointer(self.memory, self.before, 0, words=True)
 
     def __getitem__(self, index: Any) -> "Pointer":
-        return Pointer(self.memory, self.at[index], self.words)
+        return Pointer(self.memory, self.before, self.at[index], self.words)
 
     def flat(self) -> Tensor:
-        flat = self.memory.view(-1)
+        seen = self.memory
+        if not self.before.waited:
+            seen = self.before.stands.get(seen.data_ptr(), seen)
+        flat = seen.view(-1)
         return flat.view(torch.int32).to(torch.int64) & 0xFFFFFFFF if self.words else flat
 
     def read(self, there: Tensor, other: Any) -> Tensor:
@@ -253,7 +265,7 @@ class Language:
 
     def expand_dims(self, x: Any, dim: int) -> Any:
         if _is_pointer(x):
-            return Pointer(x.memory, x.at.unsqueeze(dim), x.words)
+            return Pointer(x.memory, x.before, x.at.unsqueeze(dim), x.words)
         return Value(x.tensor.unsqueeze(dim))
 
     def broadcast(self, a: Value, b: Value) -> tuple[Value, Value]:
@@ -324,18 +336,21 @@ def _inside(at: Tensor, flat: Tensor) -> Tensor:
     return at.long()
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], *args: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, stands: Mapping[int, Tensor] | None = None) -> None:
     """Run a kernel's programs one after the other. Tensors become pointers; constants are given by their place.
 
     Args:
         kernel: decorated by `gluon.jit`; so are the functions that it calls.
         grid: how many programs.
         args: tensors, `PagePointers`, numbers.
+        stands: by the addresses of tensors that the kernel before writes, what stands there until that one has ended.
     """
-    given = [_argument(arg) for arg in args]
     for program in itertools.product(*map(range, grid)):
-        language = Language(program, grid)
+        language, before = Language(program, grid), Before(stands or {})
+        given = [_argument(arg, before) for arg in args]
+        cuda = SimpleNamespace(gdc_wait=partial(setattr, before, "waited", True), gdc_launch_dependents=lambda: None)
         patched: dict[str, Any] = {"gl": language, "async_copy": AsyncCopy()}
+        patched["tl"] = SimpleNamespace(extra=SimpleNamespace(cuda=cuda))
         patched |= {
             name: getattr(language, name)
             for name in ("mma_v2", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
@@ -356,7 +371,8 @@ def _within(fn: FunctionType, patched: dict[str, Any], scopes: dict[int, dict[st
     return FunctionType(fn.__code__, scopes[id(known)], fn.__name__, fn.__defaults__, fn.__closure__)
 
 
-def _argument(arg: Any) -> Any:
+def _argument(arg: Any, before: Before) -> Any:
     if isinstance(arg, PagePointers):
-        return PagePointers(Pointer(arg.codes), Pointer(arg.scales), arg.kind.value, arg.group.value)
-    return Pointer(arg) if isinstance(arg, Tensor) else arg
+        codes, scales = Pointer(arg.codes, before), Pointer(arg.scales, before)
+        return PagePointers(codes, scales, arg.kind.value, arg.group.value)
+    return Pointer(arg, before) if isinstance(arg, Tensor) else arg

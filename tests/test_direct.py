@@ -167,6 +167,44 @@ def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monk
     assert checked >= 20
 
 
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the kernel before may have ended by chance")
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("chains", [True, False])
+@pytest.mark.parametrize("name", WAYS)
+def test_programs_wait_for_what_the_kernel_before_writes(
+    name: str, chains: bool, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In captured steps queries and the nodes' own keys; else, where a batch was just divided, all of it."""
+    way, shape, contexts = WAYS[name], SHAPES[name][0], [200, 63, 300]
+    b = make_batch(shape, contexts, chains=chains)
+    late = [b.q, *(part for side in b.pages for part in parts_in(side))]
+    stands = {x.data_ptr(): torch.full_like(x, torch.nan if x.is_floating_point() else 0xFF) for x in late}
+    if early:
+        for pages in (part for side in b.pages for part in parts_in(side)):
+            flat, seen = (x.view(-1, *x.shape[2:]) for x in (pages, stands[pages.data_ptr()]))
+            for slots, context in zip(b.slots, contexts, strict=True):
+                seen[slots[:context]] = flat[slots[:context]]
+    else:
+        tables = (b.work.tree_tiles, b.work.block_table, b.work.context_lens, b.work.positions, b.work.ancestors)
+        stands |= {x.data_ptr(): torch.zeros_like(x) for x in tables}
+    work = b.work if early else replace(b.work, nodes_per_sequence=0)
+    heads, dim = b.q.shape[1:]
+    sizes = {"H": heads, "G": heads // GROUP, "D": dim, "BLOCK_SIZE": shape[2], "SMALL": SMALL_SPLIT // TILE}
+    sizes |= {"NUM": NUM_SMALL, "LARGE": LARGE_SPLIT // TILE, "PDL": True}
+    kernel, parts, found = way.kernel, num_parts(max(contexts) + shape[4], 1, 2), []
+    for hidden in ({}, stands):
+        states = [torch.zeros(parts, len(b.q), heads, *size) for size in ((), (), (dim,))]
+        monkeypatch.setattr(way, "kernel", InTorch(kernel, hidden))
+        way.attend(b.q, [pointers(side) for side in b.pages], states, work, SCALE, parts, 1, sizes)
+        found.append(states)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def parts_in(pages: Pages) -> list[Tensor]:
+    """The tensors that pages consist of."""
+    return [pages] if isinstance(pages, Tensor) else [pages.codes, pages.scales]
+
+
 def parts_of(seen: int, first: int, *, chains: bool) -> list[tuple[int, range]]:
     """Where the states of so many keys are, and the small splits that each is of; a tree's last one is alone."""
     if chains:
@@ -287,14 +325,14 @@ def test_chains_whose_splits_are_merged(
 
 
 class InTorch:
-    """A kernel, run by torch."""
+    """A kernel, run by torch; `stands` is as for `gluon_torch.launch`."""
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel, self.launched = kernel, False
+    def __init__(self, kernel: Any, stands: dict[int, Tensor] | None = None) -> None:
+        self._kernel, self._stands, self.launched = kernel, stands, False
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         self.launched = True
-        return lambda *args, **options: gluon_torch.launch(self._kernel, grid, *args)
+        return lambda *args, **options: gluon_torch.launch(self._kernel, grid, *args, stands=self._stands)
 
 
 def test_shared_memory_holds_codes_and_no_values() -> None:

@@ -261,7 +261,7 @@ def native_kernel(
     first_blocks = blocks_in(table, from_tile, _copies(D), BLOCK_SIZE)
     blocks = first_blocks, blocks_in(table, from_tile + 1, _copies(D), BLOCK_SIZE)
     of_context = (from_tile + 2) * KEY_TILE <= gl.load(context_ptr + tile[0]).to(gl.int32)
-    begun = asked & of_context & (early != 0)
+    begun = asked & of_context  # which the kernel before has no part in, or has ended
     if begun:
         _begin(kept, k_pages, v_pages, kv_head, blocks, from_tile, bounds, BLOCK_SIZE, G)
     wait_for_kernels(PDL)
