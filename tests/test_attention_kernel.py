@@ -226,6 +226,25 @@ def test_when_a_program_takes_many_splits_of_native_pages(
     assert found == [first]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "context", "sixteen"),
+    [(1, 1024, False), (16, 1024, False), (64, 1024, True), (64, 512, False), (1, 32768, True), (64, 32768, True)],
+)
+def test_when_sixteen_states_are_merged_at_once(
+    nodes: int, context: int, sixteen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence, 32 heads; nothing is launched."""
+    found: list[bool] = []
+    monkeypatch.setattr(attention, "chain_kernel", {(1, -(-nodes * 32 // 64), n): lambda *a, **k: 0 for n in range(99)})
+    merges = {(nodes, 32): lambda *args, SIXTEEN, **sizes: found.append(SIXTEEN)}  # noqa: N803
+    monkeypatch.setattr(attention, "merge_kernel", merges)
+    table, rows = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(nodes, dtype=torch.int64)
+    work = uniform_work(1, nodes, table, table[:, 0], rows, rows, 32, context, True)
+    k = torch.zeros(1, 16, 1, 16)
+    tree_attention(torch.zeros(nodes, 32, 16), k, k, work, scale=1.0)
+    assert found == [sixteen]
+
+
 @pytest.mark.parametrize("chains", [True, False])
 @pytest.mark.parametrize(("splits", "dim"), [(2, 32), (3, 128), (16, 32)])
 def test_a_program_of_many_splits_gives_the_same_bits(
