@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import httpx2
 from openai import OpenAI
@@ -82,6 +83,19 @@ def served(llm: LLM | None = None, **options: Any) -> Iterator[Served]:
         yield running
     finally:
         running.close()
+
+
+@contextmanager
+def slowed(server: Served, seconds: float = 0.02) -> Iterator[None]:
+    """Let steps take longer, so that what runs is still there when a test has done what it does beside it."""
+    step = server.engine.step
+
+    def later() -> None:
+        time.sleep(seconds)
+        step()
+
+    with patch.object(server.engine, "step", later):
+        yield
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

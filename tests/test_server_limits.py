@@ -17,7 +17,7 @@ from specdec.cli.main import main
 from specdec.errors import ConfigError
 from specdec.server.config import ServerConfig
 from specdec.server.run import DrainingServer
-from tests.server import MODEL, Served, served, tiny_llm, until
+from tests.server import MODEL, Served, served, slowed, tiny_llm, until
 
 LONG = {"max_tokens": 240, "stream": True}
 
@@ -261,26 +261,29 @@ def test_a_full_queue_says_when_to_come_again() -> None:
         server.http.headers["authorization"] = "Bearer key"
         many = server.complete(n=3)
         assert many.status_code == 400  # it would never be taken
-        running = [pool.submit(server.complete, max_tokens=250) for _ in range(2)]
-        until(lambda: server.service.engine.num_open == 2)
-        for path, body in (("/v1/completions", b"no JSON"), ("/v1/chat/completions", b"{}")):  # neither is even parsed
-            refused = server.http.post(path, content=body)
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert refused.json()["error"]["code"] == "queue_full"
-        assert server.complete("a", n=2, stream=True).status_code == 429
-        others = ("GET", "/v1/completions", 405), ("GET", "/v1/models", 200), ("GET", "/health", 200)
-        for method, path, status in others:
-            assert server.http.request(method, path).status_code == status
-        server.http.headers = stranger  # to whom the queue's state is not told
-        assert server.complete().status_code == 401
+        with slowed(server):
+            running = [pool.submit(server.complete, max_tokens=250) for _ in range(2)]
+            until(lambda: server.service.engine.num_open == 2)
+            for path, body in (("/v1/completions", b"no JSON"), ("/v1/chat/completions", b"{}")):  # neither is parsed
+                refused = server.http.post(path, content=body)
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                assert refused.json()["error"]["code"] == "queue_full"
+            assert server.complete("a", n=2, stream=True).status_code == 429
+            others = ("GET", "/v1/completions", 405), ("GET", "/v1/models", 200), ("GET", "/health", 200)
+            for method, path, status in others:
+                assert server.http.request(method, path).status_code == status
+            server.http.headers = stranger  # to whom the queue's state is not told
+            assert server.complete().status_code == 401
         assert [future.result().status_code for future in running] == [200, 200]
 
 
 def test_more_answers_than_there_are_places_left_are_refused() -> None:
     with served(tiny_llm(max_num_seqs=1), max_queue=2) as server, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.complete, max_tokens=250)
-        until(lambda: server.service.engine.num_open == 1)
-        assert [server.complete("a", n=n, max_tokens=1).status_code for n in (3, 2)] == [429, 200]
+        with slowed(server):
+            running = pool.submit(server.complete, max_tokens=250)
+            until(lambda: server.service.engine.num_open == 1)
+            assert server.complete("a", n=3, max_tokens=1).status_code == 429
+        assert server.complete("a", n=2, max_tokens=1).status_code == 200
         assert running.result().status_code == 200
 
 
@@ -292,10 +295,12 @@ def test_a_client_may_let_others_go_first() -> None:
             assert server.complete(ignore_eos=True, **fields).status_code == 200
             order.append(name)
 
-        calls = [pool.submit(ask, "running", max_tokens=200)]
-        for i, (name, priority) in enumerate((("patient", 5), ("hasty", 0)), start=2):
-            until(lambda i=i: server.service.engine.num_open == i - 1)
-            calls.append(pool.submit(ask, name, max_tokens=20, priority=priority))
+        with slowed(server):
+            calls = [pool.submit(ask, "running", max_tokens=200)]
+            for i, (name, priority) in enumerate((("patient", 5), ("hasty", 0)), start=2):
+                until(lambda i=i: server.service.engine.num_open == i - 1)
+                calls.append(pool.submit(ask, name, max_tokens=20, priority=priority))
+            until(lambda: server.service.engine.num_open == 3)
         for call in calls:
             call.result()
     assert order == ["running", "hasty", "patient"]

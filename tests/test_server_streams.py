@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec import LLM
 from tests.conftest import tiny_llama
-from tests.server import MODEL, Served, served, tiny_llm, until
+from tests.server import MODEL, Served, served, slowed, tiny_llm, until
 
 TEXT = "né 👩‍👩‍👧‍👦, 漢字と🏳️‍🌈; naïve Ω~"
 
@@ -168,7 +168,7 @@ def test_many_clients_that_leave_free_their_blocks() -> None:
 
 
 def test_a_client_that_leaves_the_queue_gives_up_its_place() -> None:
-    with served(tiny_llm(max_num_seqs=1)) as server:
+    with served(tiny_llm(max_num_seqs=1)) as server, slowed(server):
         body = {"model": MODEL, "prompt": "a", "max_tokens": 250, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as running:
             lines = running.iter_lines()  # closed with its last reference
