@@ -179,7 +179,7 @@ for name, made in COMPILED:
 
 
 def test_programs_that_merge_two_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine heads: the last program has one. A tile is too wide for one program to merge."""
+    """Nine heads: the last program has one."""
     meta, keys = build([(0, 0, chain_parents(7)), (300, 0, chain_parents(7))], device=DEVICE)
     k, v = make_pages(int(meta.block_table.max()) + 1, 16, 3, 32, torch.float16, keys)
     q, found = torch.randn(14, 9, 32, device=DEVICE).half(), []

@@ -133,6 +133,7 @@ def direct_kernel(
     table_stride, num_states, early, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """One split of one tile of nodes: of chains with their own keys, of trees without."""
     TILE: gl.constexpr = KEY_TILE

@@ -5,7 +5,7 @@ They are made for Hopper GPUs, tiles of 64 keys and blocks of 16, 32 or 64 slots
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,6 +125,27 @@ def part_of(
 
 
 @gluon.jit
+def splits_of(part, FIRST: gl.constexpr):
+    """The first split of a part, and where they end, as `splits_of` of `gpu/online.py`."""
+    return gl.where(part == 0, 0, part + (FIRST - 1)), part + FIRST
+
+
+@gluon.jit
+def ends_of(splits, to_tile, CHAINS: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
+    """Where those of a part's splits end that are merged, and where all do: a tree's last split goes on."""
+    MERGED: gl.constexpr = 1 if CHAINS else 0
+    last = split_of(to_tile - MERGED, SMALL, NUM, LARGE)
+    return gl.minimum(splits[1], last + MERGED), gl.minimum(splits[1], last + 1)
+
+
+@gluon.jit
+def tiles_of(split, whole, to_tile, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
+    """A split's first tile, where those end that all rows see, and where all end."""
+    end = gl.minimum(start_of(split + 1, SMALL, NUM, LARGE), to_tile)
+    return start_of(split, SMALL, NUM, LARGE), gl.minimum(whole, end), end
+
+
+@gluon.jit
 def query_rows(q_ptr, tile, head, lane, H: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
     """Where the queries of a tile's rows × grouped heads start, and which there are."""
     row = (tile[1] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
@@ -188,7 +209,6 @@ class HopperKernel:
         merged: whatever these say, it is the faster one, and a program takes the small splits of a tile together,
             where the longest context × tiles × key heads to this power is at least as much. Other programs put every
             multiprocessor to work then.
-        constants: what else it is compiled for.
     """
 
     kernel: Any
@@ -203,7 +223,6 @@ class HopperKernel:
     min_keys: int = 0
     max_heads: int | None = None
     merged: tuple[int, int] | None = None
-    constants: dict[str, int] = field(default_factory=dict)
 
     def first(self, work: AttentionWork, num_kv_heads: int) -> int:
         """Return how many splits the first part of a context takes."""
@@ -252,9 +271,9 @@ class HopperKernel:
             first: splits that the first part takes.
             sizes: what attention kernels are compiled for.
         """
-        given = sizes | {"FIRST": first}
-        names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
-        constants = [work.chains, *(given[name] for name in names), *self.constants.values()]
+        given = sizes | {"FIRST": first, "ROWS": self.rows}
+        names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL", "ROWS")
+        constants = work.chains, *(given[name] for name in names)
         early = int(work.nodes_per_sequence > 0)  # else the batch was divided just now, or has new keys in contexts
         self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,

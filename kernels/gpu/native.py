@@ -18,15 +18,16 @@ from specdec.kernels.gpu.hopper import (
     HopperKernel,
     along_dim,
     blocks_in,
+    ends_of,
     new_maximum,
     only_dim,
     part_of,
     program_of,
     query_rows,
-    split_of,
+    splits_of,
     stage_after,
-    start_of,
     store_state,
+    tiles_of,
     wait_for_kernels,
 )
 from specdec.kernels.gpu.online import MANY_HEADS
@@ -249,7 +250,7 @@ def native_kernel(
     GROUP: gl.constexpr = H // G
     QUERIES: gl.constexpr = _queries(ROWS, D)
     tile, kv_head, part = program_of(tiles_ptr, early, FIRST, PDL)
-    splits = gl.where(part == 0, 0, part + (FIRST - 1)), part + FIRST
+    splits = splits_of(part, FIRST)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, _row(ROWS, KEY_TILE))
     asked, tiles, table, seen = part_of(
@@ -297,12 +298,9 @@ def native_kernel(
                 gl.allocate_shared_memory(gl.float32, [ROWS, D], _KEPT_ACC),
             )
             _keep(before, m, total, acc, ROWS)
-            MERGED: gl.constexpr = 1 if CHAINS else 0  # of the last split, and a tree's goes on
-            last_split = split_of(to_tile - MERGED, SMALL, NUM, LARGE)
-            end_split = gl.minimum(splits[1], last_split + MERGED)
-            for split in range(splits[0], gl.minimum(splits[1], last_split + 1)):
-                end = gl.minimum(start_of(split + 1, SMALL, NUM, LARGE), to_tile)
-                tiles = start_of(split, SMALL, NUM, LARGE), gl.minimum(whole, end), end
+            end_merged, end_split = ends_of(splits, to_tile, CHAINS, SMALL, NUM, LARGE)
+            for split in range(splits[0], end_split):
+                tiles = tiles_of(split, whole, to_tile, SMALL, NUM, LARGE)
                 m_of, total_of, acc_of = _empty(ROWS, D)
                 state = m_of, total_of, acc_of, ahead[0], ahead[1]
                 m_of, total_of, acc_of, of_next, place = _split(
@@ -310,11 +308,11 @@ def native_kernel(
                 )
                 ahead = of_next, place
                 to_part = gl.maximum(split - (FIRST - 1), 0)
-                if split < end_split:
+                if split < end_merged:
                     m_of, total_of, acc_of = _merge(before, m_of, total_of, acc_of, ROWS)
                 else:
                     to_part = gl.maximum(split - (FIRST - 1), 1)
-                if (split >= end_split) | (split + 1 == end_split):
+                if (split >= end_merged) | (split + 1 == end_merged):
                     _store(to, to_part, m_of, total_of, acc_of, H, GROUP, ROWS)
                 else:
                     _keep(before, m_of, total_of, acc_of, ROWS)
@@ -323,9 +321,9 @@ def native_kernel(
 
 NATIVE = HopperKernel(
     native_kernel, 64, WARPS.value, max_registers=168, kinds=("native",), head_dims=(64, 128), min_rows=32,
-    merged=(3, 1 << 31), constants={"ROWS": 64},
+    merged=(3, 1 << 31),
 )  # fmt: skip
 NATIVE_NARROW = HopperKernel(
     native_kernel, 16, WARPS.value, max_registers=128, kinds=("native",), head_dims=(64, 128),
-    max_heads=MANY_HEADS[16], constants={"ROWS": 16},
+    max_heads=MANY_HEADS[16],
 )  # fmt: skip

@@ -119,6 +119,7 @@ def single_kernel(
     table_stride, num_states, early, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """One split of one tile of nodes: of chains with their own keys, of trees without."""
     GROUP: gl.constexpr = H // G

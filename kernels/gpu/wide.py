@@ -31,14 +31,15 @@ from specdec.kernels.gpu.codes import (
 from specdec.kernels.gpu.hopper import (
     KEY_TILE,
     HopperKernel,
+    ends_of,
     new_maximum,
     part_of,
     program_of,
     query_rows,
-    split_of,
+    splits_of,
     stage_after,
-    start_of,
     store_state,
+    tiles_of,
     wait_for_kernels,
 )
 
@@ -242,12 +243,13 @@ def wide_kernel(
     table_stride, num_states, early, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """One part of one tile of nodes: of chains with their own keys, of trees without."""
     TILE: gl.constexpr = KEY_TILE
     GROUP: gl.constexpr = H // G
     tile, kv_head, part = program_of(tiles_ptr, early, FIRST, PDL)
-    splits = gl.where(part == 0, 0, part + (FIRST - 1)), part + FIRST
+    splits = splits_of(part, FIRST)
     reads = context_ptr, positions_ptr, ancestors_ptr
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, _TOTAL))
     asked, tiles, table, bounds = part_of(
@@ -289,23 +291,20 @@ def wide_kernel(
                 gl.allocate_shared_memory(gl.float32, [ROWS, 2], _KEPT_BOTH, gl.join(m, gl.max(total, 1))),
                 gl.allocate_shared_memory(gl.float32, [D, ROWS], _KEPT_ACC, acc),
             )
-            MERGED: gl.constexpr = 1 if CHAINS else 0  # of the last split, and a tree's goes on
-            last_split = split_of(to_tile - MERGED, SMALL, NUM, LARGE)
-            end_split = gl.minimum(splits[1], last_split + MERGED)
-            for split in range(splits[0], gl.minimum(splits[1], last_split + 1)):
-                end = gl.minimum(start_of(split + 1, SMALL, NUM, LARGE), to_tile)
-                tiles = start_of(split, SMALL, NUM, LARGE), gl.minimum(whole, end), end
+            end_merged, end_split = ends_of(splits, to_tile, CHAINS, SMALL, NUM, LARGE)
+            for split in range(splits[0], end_split):
+                tiles = tiles_of(split, whole, to_tile, SMALL, NUM, LARGE)
                 m_of, total_of, acc_of = _empty()
                 state = m_of, total_of, acc_of, ahead[0], ahead[1], ahead[2]
                 state = _split(tiles, state, right, left, k_pages, v_pages, kv_head, scale, G, BLOCK_SIZE)
                 m_of, total_of, acc_of, blocks, stage, keys = state
                 ahead = blocks, stage, keys
                 to_part = gl.maximum(split - (FIRST - 1), 0)
-                if split < end_split:
+                if split < end_merged:
                     m_of, total_of, acc_of = _merge(before, right[3], m_of, total_of, acc_of)
                 else:
                     to_part = gl.maximum(split - (FIRST - 1), 1)
-                if (split >= end_split) | (split + 1 == end_split):
+                if (split >= end_merged) | (split + 1 == end_merged):
                     _store(to, to_part, m_of, total_of, acc_of, H, GROUP)
                 else:
                     before[0].store(gl.join(m_of, gl.max(total_of, 1)))
