@@ -12,6 +12,7 @@ from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
     attend_split,
     attend_tiles,
+    bits_of,
     both_worth,
     empty,
     load_q,
@@ -23,6 +24,7 @@ from specdec.kernels.gpu.online import (
     start_of,
     store_out,
     store_state,
+    when_there,
 )
 
 
@@ -140,10 +142,10 @@ def _merge_four(state, four):
 
 @triton.jit
 def _merge_parts(
-    out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, num_rows,
+    out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, nothing, num_rows,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
 ):  # fmt: skip
-    """Merge as many parts of one row and head, and store what they come to."""
+    """Merge as many parts of one row and head, and store what they come to; `nothing` is 0."""
     at, stride = row.to(tl.int64) * H + head, tl.cast(num_rows, tl.int64) * H
     d = tl.arange(0, BLOCK_D)
     zero = (row * 0).to(tl.float32)
@@ -156,6 +158,10 @@ def _merge_parts(
         if SIXTEEN:
             c = _load_four(ptrs, 8, stride, count - part, D, BLOCK_D)
             e = _load_four(ptrs, 12, stride, count - part, D, BLOCK_D)
+        bits = bits_of(a) | bits_of(b)
+        if SIXTEEN:
+            bits = bits | bits_of(c) | bits_of(e)
+        state = state[0], state[1], when_there(state[2], bits, nothing)
         state = _merge_four(_merge_four(state, a), b)
         if SIXTEEN:
             state = _merge_four(_merge_four(state, c), e)
@@ -197,8 +203,11 @@ def merge_kernel(
     count = part_with(split_of(position // TILE, SMALL, NUM, LARGE), FIRST) + 1
     if tl.load(ancestors_ptr + row) == 0:
         count = 0
+    nothing = position >> 31  # a row's that sees keys
     wait_for_inputs(PDL)
     for i in range(HEADS):
         head = tl.program_id(1) * HEADS + i
         if HEADS == 1 or head < H:
-            _merge_parts(out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, num_rows, H, D, BLOCK_D, SIXTEEN)
+            _merge_parts(
+                out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, nothing, num_rows, H, D, BLOCK_D, SIXTEEN
+            )
