@@ -167,8 +167,7 @@ def _run_trees(call: _Call) -> None:
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
         work.positions, work.ancestors, table.stride(0), num_nodes, *call.factors, FIRST=call.first,
-        EIGHT=programs <= 256 and parts > 4, BLOCK_M=call.group_block, num_warps=4 if programs <= 256 else 2,
-        num_stages=1, **call.shape,
+        BLOCK_M=call.group_block, num_warps=4 if programs <= 256 else 2, num_stages=1, **call.shape,
     )  # fmt: skip
 
 

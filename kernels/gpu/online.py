@@ -283,46 +283,19 @@ def store_state(
 
 
 @triton.jit
-def when_there(acc, bits, nothing):
-    """Values, which can't be had before what `bits` are made of; `nothing` is 0, as the compiler can't know.
-
-    To save registers it would ask for a split's values when those before are merged, and each time wait for memory.
-    """
-    return (acc.to(tl.int32, bitcast=True) | (bits & nothing)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def bits_of(four):
-    """Bits of the values of four splits' states, taken together."""
-    x = four[0][2].to(tl.int32, bitcast=True) | four[1][2].to(tl.int32, bitcast=True)
-    return x | four[2][2].to(tl.int32, bitcast=True) | four[3][2].to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def merge_splits(
-    m_ptr, total_ptr, acc_ptr, first, end, nothing, num_rows, row, head, ok,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EIGHT: tl.constexpr,
+    m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of splits `first` to `end` in their order, with four loads under way, or eight."""
+    """Merge the states of splits `first` to `end` in their order, with four loads under way."""
     state = empty(BLOCK_M, BLOCK_D)
     ptrs = m_ptr, total_ptr, acc_ptr
-    for split in range(first, end, 8 if EIGHT else 4):
-        few = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
-        bits = bits_of(few)
-        if EIGHT:
-            more = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
-            bits = bits | bits_of(more)
-        state = _merge_four((state[0], state[1], when_there(state[2], bits, nothing)), few)
-        if EIGHT:
-            state = _merge_four(state, more)
-    return state
-
-
-@triton.jit
-def _merge_four(state, four):
-    """Put four splits behind those before them."""
-    for i in tl.static_range(4):
-        state = merge(state[0], state[1], state[2], four[i][0], four[i][1], four[i][2])
+    for split in range(first, end, 4):
+        a, b, c, d = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
+        state = merge(state[0], state[1], state[2], a[0], a[1], a[2])
+        state = merge(state[0], state[1], state[2], b[0], b[1], b[2])
+        state = merge(state[0], state[1], state[2], c[0], c[1], c[2])
+        state = merge(state[0], state[1], state[2], d[0], d[1], d[2])
     return state
 
 

@@ -182,7 +182,6 @@ def tail_kernel(
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
     FIRST: tl.constexpr,
-    EIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The rest of the keys of one node, and all parts of its context.
@@ -218,8 +217,8 @@ def tail_kernel(
     FEW: tl.constexpr = triton.next_power_of_2(GROUP)  # rows that are the node's own
     of = tl.arange(0, FEW)
     m, total, acc = merge_splits(
-        m_ptr, total_ptr, acc_ptr, first_part, end_part, position >> 31, num_nodes, node_of + of * 0,
-        kv_head * GROUP + of, (of < GROUP) & (ancestors != 0), H, D, FEW, BLOCK_D, EIGHT,
+        m_ptr, total_ptr, acc_ptr, first_part, end_part, num_nodes, node_of + of * 0, kv_head * GROUP + of,
+        (of < GROUP) & (ancestors != 0), H, D, FEW, BLOCK_D,
     )  # fmt: skip
     m, total, acc = _repeated(m, BLOCK_M), _repeated(total, BLOCK_M), _repeated(acc, BLOCK_M)
     m_of, total_of, acc_of = weigh(m_of, total_of, acc_of, s, v)
