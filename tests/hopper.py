@@ -18,8 +18,8 @@ from specdec.kernels.gpu import attention, linear
 from specdec.kernels.work import uniform_work
 
 COMPILED: list[tuple[str, dict[str, Any]]] = []
-"""Name of each kernel that was launched, and what was made of it: "ttir" (none in Gluon), "ttgir", "ptx"; and "shared",
-the bytes of shared memory that a program takes."""
+"""Name of each kernel that was launched, and what was made of it: "ttir" (none in Gluon), "ttgir", "ptx", "cubin"; and
+"shared", the bytes of shared memory that a program takes."""
 VARIANTS: dict[str, set[str]] = {}
 """By file and name of each kernel that was launched, the specializations that were compiled."""
 
@@ -73,8 +73,11 @@ def attend(
     codes: str | None = None,
     first: int = 1,
     dim: int = 128,
+    context: int = 1024,
 ) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of `dim` values.
+
+    No sequence has more than `context` keys before its nodes.
 
     `codes` is the kernel in Gluon that reads contexts, if one does: SINGLE, DIRECT, WIDE, NATIVE or NATIVE_NARROW;
     `first` is how many splits its first part takes.
@@ -83,7 +86,7 @@ def attend(
     pages = pages_of(pages_format, kv_heads, dim, dtype)
     rows = torch.zeros(num_nodes, dtype=torch.int64)
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
-    work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, 1024, chains)
+    work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, context, chains)
     for name in ("SINGLE", "DIRECT", "WIDE", "NATIVE", "NATIVE_NARROW"):
         getattr(attention, name).takes = lambda *args, takes=name == codes: takes
         getattr(attention, name).first = lambda *args: first

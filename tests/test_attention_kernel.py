@@ -228,7 +228,7 @@ def test_when_a_program_takes_many_splits_of_native_pages(
 
 @pytest.mark.parametrize(
     ("nodes", "context", "sixteen"),
-    [(1, 1024, False), (16, 1024, False), (64, 1024, True), (64, 512, False), (1, 32768, True), (64, 32768, True)],
+    [(1, 512, False), (64, 512, False), (1, 1024, True), (64, 1024, True), (1, 32768, True), (64, 32768, True)],
 )
 def test_when_sixteen_states_are_merged_at_once(
     nodes: int, context: int, sixteen: bool, monkeypatch: pytest.MonkeyPatch
@@ -243,6 +243,22 @@ def test_when_sixteen_states_are_merged_at_once(
     k = torch.zeros(1, 16, 1, 16)
     tree_attention(torch.zeros(nodes, 32, 16), k, k, work, scale=1.0)
     assert found == [sixteen]
+
+
+def test_states_are_asked_for_before_any_is_merged() -> None:
+    """Each by an instruction of its own; those that come of memory one after the other take as often its latency."""
+    orders = on_hopper("""
+import re
+from triton.tools.disasm import get_sass
+from tests.hopper import COMPILED, attend
+for context in 512, 1024:
+    attend(None, 1, chains=True, context=context)
+for name, made in COMPILED:
+    if name == "merge_kernel":
+        print(re.findall(r"LDG.E.128|MUFU.EX2", get_sass(made["cubin"])))
+""")
+    assert [order[: order.index("MUFU.EX2")] for order in orders] == [["LDG.E.128"] * n for n in (8, 16)]
+    assert all("LDG.E.128" not in order[order.index("MUFU.EX2") :] for order in orders)
 
 
 @pytest.mark.parametrize("chains", [True, False])

@@ -257,7 +257,7 @@ def test_which_kernel_reads_a_batch(
     [
         (1, 1, 512, "narrow", 1), (32, 4, 8192, "narrow", 1), (64, 1, 512, None, None), (1, 8, 1024, "native", 1),
         (8, 16, 1024, "native", 1), (16, 16, 1024, "native", 16), (8, 16, 8192, "native", 16),
-        (1, 64, 512, "native", 1),
+        (1, 64, 512, "native", 1), (8, 64, 16384, "native", 16), (8, 64, 32768, "native", 1),
     ],
 )  # fmt: skip
 def test_which_kernel_reads_native_pages(
@@ -381,7 +381,9 @@ for name, made in COMPILED:
     for ttgir, ptx_text, shared in kernels:
         assert programs * (shared + 1024) <= 228 << 10, "one KiB of each program's is the driver's"
         loaded, stored, used = of_shared_memory(ttgir)
-        assert set(re.findall(r"cp.async\S+ .*, (0x\w+), ", ptx_text)) == {"0x10"} and not stored
+        copies = re.findall(r"cp.async\S+ .*, (0x\w+), (\S+);", ptx_text)
+        assert {size for size, _ in copies} == {"0x10"} and not stored
+        assert sum(copied == size for size, copied in copies) == dim // 8, "one loop leaves nothing out"
         if way == "NATIVE":
             weights, queries = "tensor<64x64xbf16", f"memdesc<64x{dim}xbf16"
             values = {(weights, "memdesc<64x8xbf16"), (weights, f"memdesc<64x{dim}xbf16")}

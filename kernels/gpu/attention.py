@@ -25,10 +25,6 @@ from specdec.kernels.gpu.tree import context_kernel, tail_kernel
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import MAX_TREE_BLOCK, MIN_BLOCK, AttentionWork, max_block, tile_block
 
-SOME_MERGED, FEW_MERGED = 1024, 4096
-"""Up to the second number of rows × heads a program that merges takes sixteen of more than 32 states at once, not
-eight; between the two, of more than eight."""
-
 FEW_KEYS = 4096
 """In contexts of up to so many keys programs take small splits together with tiles of 64 rows and with quantized pages,
 too: of more keys those are the smaller part. Narrow tiles of quantized pages are faster without."""
@@ -185,13 +181,10 @@ def _run_chains(call: _Call) -> None:
         )  # fmt: skip
     if not whole:
         heads = 1 if call.first == 1 else 2  # of many rows, with few states each
-        merged = num_rows * call.q.shape[1]
-        many = parts > (8 if SOME_MERGED <= merged < FEW_MERGED else 2 * NUM_SMALL)
-        sixteen = heads == 1 and merged <= FEW_MERGED and many
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
             call.out, *state, work.positions, work.ancestors, num_rows, FIRST=call.first, HEADS=heads,
-            SIXTEEN=sixteen, num_warps=1, **sizes,
+            SIXTEEN=heads == 1 and parts > 8, num_warps=1, **sizes,
         )  # fmt: skip
 
 

@@ -90,6 +90,12 @@ def seen(tile, lane, reads, GROUP: gl.constexpr, CHAINS: gl.constexpr):
 
 
 @gluon.jit
+def of_context(tile, from_tile, reads, TILES: gl.constexpr):
+    """Whether so many tiles are of a context alone, which the kernel before has no part in or has ended."""
+    return (from_tile + TILES) * KEY_TILE <= gl.load(reads[0] + tile[0]).to(gl.int32)
+
+
+@gluon.jit
 def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
     """The first tile of a split."""
     return gl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
@@ -209,6 +215,8 @@ class HopperKernel:
         merged: whatever these say, it is the faster one, and a program takes the small splits of a tile together,
             where the longest context × tiles × key heads to this power is at least as much. Other programs put every
             multiprocessor to work then.
+        max_merged: and where no context is longer: of more keys those splits are the smaller part, and the program
+            takes more room.
     """
 
     kernel: Any
@@ -223,10 +231,11 @@ class HopperKernel:
     min_keys: int = 0
     max_heads: int | None = None
     merged: tuple[int, int] | None = None
+    max_merged: int | None = None
 
     def first(self, work: AttentionWork, num_kv_heads: int) -> int:
         """Return how many splits the first part of a context takes."""
-        if self.merged is None:
+        if self.merged is None or (self.max_merged is not None and work.max_context > self.max_merged):
             return 1
         power, least = self.merged
         return NUM_SMALL if (len(work.tree_tiles) * num_kv_heads) ** power * work.max_context >= least else 1

@@ -20,6 +20,7 @@ from specdec.kernels.gpu.hopper import (
     blocks_in,
     ends_of,
     new_maximum,
+    of_context,
     only_dim,
     part_of,
     program_of,
@@ -85,7 +86,9 @@ def _copies(dim):
 
 
 @gluon.jit
-def _fetch(kept, place, pages, head, blocks, tile, bounds, BLOCK_SIZE: gl.constexpr, G: gl.constexpr):
+def _fetch(
+    kept, place, pages, head, blocks, tile, bounds, WHOLE: gl.constexpr, BLOCK_SIZE: gl.constexpr, G: gl.constexpr
+):
     """Start to copy a tile's keys or values to a place of the ring, as a group: 0 of those that no row sees.
 
     Args:
@@ -93,6 +96,7 @@ def _fetch(kept, place, pages, head, blocks, tile, bounds, BLOCK_SIZE: gl.conste
         pages, head, blocks: where the tile is.
         tile: which one.
         bounds: where tiles end, and the last key that any row sees.
+        WHOLE: that rows see all of the tile is known.
     """
     D: gl.constexpr = kept.shape[2]
     COPIES: gl.constexpr = _copies(D)
@@ -103,16 +107,19 @@ def _fetch(kept, place, pages, head, blocks, tile, bounds, BLOCK_SIZE: gl.conste
     key = tile * KEY_TILE + along_dim(gl.arange(0, BLOCKS, only_dim(0, COPIES)), 0) * BLOCK_SIZE + within
     start = pages.codes + blocks.to(gl.int64) * (BLOCK_SIZE * G * D)
     to = kept.index(place).reshape([BLOCKS, BLOCK_SIZE, D])
-    async_copy.async_copy_global_to_shared(to, start + at, mask=(key <= last) & (tile < to_tile))
+    if WHOLE:
+        async_copy.async_copy_global_to_shared(to, start + at)
+    else:
+        async_copy.async_copy_global_to_shared(to, start + at, mask=(key <= last) & (tile < to_tile))
     async_copy.commit_group()
 
 
 @gluon.jit
 def _begin(kept, k_pages, v_pages, head, blocks, tile, bounds, BLOCK_SIZE: gl.constexpr, G: gl.constexpr):
     """Start to copy what the ring has room for: a tile's keys and values, and the next one's keys."""
-    _fetch(kept, tile * 0, k_pages, head, blocks[0], tile, bounds, BLOCK_SIZE, G)
-    _fetch(kept, tile * 0 + 1, v_pages, head, blocks[0], tile, bounds, BLOCK_SIZE, G)
-    _fetch(kept, tile * 0 + 2, k_pages, head, blocks[1], tile + 1, bounds, BLOCK_SIZE, G)
+    _fetch(kept, tile * 0, k_pages, head, blocks[0], tile, bounds, False, BLOCK_SIZE, G)
+    _fetch(kept, tile * 0 + 1, v_pages, head, blocks[0], tile, bounds, False, BLOCK_SIZE, G)
+    _fetch(kept, tile * 0 + 2, k_pages, head, blocks[1], tile + 1, bounds, False, BLOCK_SIZE, G)
 
 
 @gluon.jit
@@ -145,7 +152,7 @@ def _weigh(total, acc, p, ones, values, ROWS: gl.constexpr):
 @gluon.jit
 def _attend(
     first, end, state, right, left, k_pages, v_pages, head, scale,
-    MASKED: gl.constexpr, ROWS: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    MASKED: gl.constexpr, WHOLE: gl.constexpr, ROWS: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Put tiles behind those before, and start to copy what follows them.
 
@@ -154,20 +161,22 @@ def _attend(
         state: maximum [ROWS], sum of weights [ROWS, n], weighted values [ROWS, D], the blocks of the second
             tile, and the place of the first one's keys.
         right: the queries, and ones.
-        left: the ring, the block table, where the copies end, and the last key that any row sees and that of each.
+        left: the ring, the block table, where the copies end, where those do that all rows see, and the last key that
+            any row sees and that of each.
         MASKED: whether rows may see a part of a tile only.
+        WHOLE: whether all rows see the two tiles behind each of these, too.
     """
     m, total, acc, blocks, place = state
     D: gl.constexpr = acc.shape[1]
     q, ones = right
-    kept, table, to_tile, last, position = left
+    kept, table, to_tile, _, last, position = left
     bounds = to_tile, last
     factor = scale * 1.4426950408889634
     for tile in range(first, end):
         following = blocks_in(table, tile + 2, _copies(D), BLOCK_SIZE)
         async_copy.wait_group(PLACES - 1)
         s = _scores(q, kept.index(place), ROWS) * factor
-        _fetch(kept, place, v_pages, head, blocks, tile + 1, bounds, BLOCK_SIZE, G)
+        _fetch(kept, place, v_pages, head, blocks, tile + 1, bounds, WHOLE, BLOCK_SIZE, G)
         blocks = following
         place = stage_after(place, PLACES)
         if MASKED:
@@ -179,7 +188,7 @@ def _attend(
         acc = acc * _of(keep, ROWS, D)[:, None]
         async_copy.wait_group(PLACES - 1)
         total, acc = _weigh(total, acc, p, ones, kept.index(place), ROWS)
-        _fetch(kept, place, k_pages, head, blocks, tile + 2, bounds, BLOCK_SIZE, G)
+        _fetch(kept, place, k_pages, head, blocks, tile + 2, bounds, WHOLE, BLOCK_SIZE, G)
         place = stage_after(place, PLACES)
     return m, total, acc, blocks, place
 
@@ -203,11 +212,16 @@ def _split(
     tiles, state, right, left, k_pages, v_pages, head, scale,
     ROWS: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of a split: its first one, where those end that all rows see, and where all end."""
+    """All tiles of a split: its first one, where those end that all rows see, and where all end.
+
+    Where copies have nothing to leave out they take fewer instructions: that loop has about a fifth less.
+    """
     first, whole, end = tiles
-    state = _attend(first, whole, state, right, left, k_pages, v_pages, head, scale, False, ROWS, G, BLOCK_SIZE)
+    near = gl.maximum(first, gl.minimum(whole, left[3] - 2))
+    state = _attend(first, near, state, right, left, k_pages, v_pages, head, scale, False, True, ROWS, G, BLOCK_SIZE)
+    state = _attend(near, whole, state, right, left, k_pages, v_pages, head, scale, False, False, ROWS, G, BLOCK_SIZE)
     rest = gl.maximum(first, whole)
-    return _attend(rest, end, state, right, left, k_pages, v_pages, head, scale, True, ROWS, G, BLOCK_SIZE)
+    return _attend(rest, end, state, right, left, k_pages, v_pages, head, scale, True, False, ROWS, G, BLOCK_SIZE)
 
 
 @gluon.jit
@@ -261,8 +275,7 @@ def native_kernel(
     kept = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [PLACES, KEY_TILE, D], _KEPT)
     first_blocks = blocks_in(table, from_tile, _copies(D), BLOCK_SIZE)
     blocks = first_blocks, blocks_in(table, from_tile + 1, _copies(D), BLOCK_SIZE)
-    of_context = (from_tile + 2) * KEY_TILE <= gl.load(context_ptr + tile[0]).to(gl.int32)
-    begun = asked & of_context  # which the kernel before has no part in, or has ended
+    begun = asked & of_context(tile, from_tile, reads, 2)
     if begun:
         _begin(kept, k_pages, v_pages, kv_head, blocks, from_tile, bounds, BLOCK_SIZE, G)
     wait_for_kernels(PDL)
@@ -282,7 +295,7 @@ def native_kernel(
             )
             fence_async_shared()
         m, total, acc = _empty(ROWS, D)
-        left = kept, table, to_tile, seen[0], seen[1]
+        left = kept, table, to_tile, whole, seen[0], seen[1]
         to = (m_ptr, total_ptr, acc_ptr), tile, kv_head, num_states
         ahead = blocks[1], from_tile * 0
         if FIRST == 1:
@@ -321,7 +334,7 @@ def native_kernel(
 
 NATIVE = HopperKernel(
     native_kernel, 64, WARPS.value, max_registers=168, kinds=("native",), head_dims=(64, 128), min_rows=32,
-    merged=(3, 1 << 31),
+    merged=(3, 1 << 31), max_merged=16384,
 )  # fmt: skip
 NATIVE_NARROW = HopperKernel(
     native_kernel, 16, WARPS.value, max_registers=128, kinds=("native",), head_dims=(64, 128),
