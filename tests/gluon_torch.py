@@ -225,7 +225,7 @@ class Language:
     def load(self, at: Pointer, mask: Any = True, other: Any = None) -> Value:
         return Value(at.read(torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape), other))
 
-    def store(self, at: Pointer, value: Value, mask: Any = True) -> None:
+    def store(self, at: Pointer, value: Value, mask: Any = True, eviction_policy: str = "") -> None:
         flat = at.flat()
         there = torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape)
         flat[_inside(at.at[there], flat)] = value.tensor[there].to(flat.dtype)

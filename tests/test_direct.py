@@ -384,6 +384,7 @@ for name, made in COMPILED:
         copies = re.findall(r"cp.async\S+ .*, (0x\w+), (\S+);", ptx_text)
         assert {size for size, _ in copies} == {"0x10"} and not stored
         assert sum(copied == size for size, copied in copies) == dim // 8, "one loop leaves nothing out"
+        assert "evict_last" in ptx_text, "states stay in the cache"
         if way == "NATIVE":
             weights, queries = "tensor<64x64xbf16", f"memdesc<64x{dim}xbf16"
             values = {(weights, "memdesc<64x8xbf16"), (weights, f"memdesc<64x{dim}xbf16")}

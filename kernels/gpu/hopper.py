@@ -160,7 +160,10 @@ def query_rows(q_ptr, tile, head, lane, H: gl.constexpr, D: gl.constexpr, GROUP:
 
 @gluon.jit
 def store_state(states, tile, head, part, num_states, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
-    """Put down where a part ended: maximum [M], sums of weights [M, n], all the same, and values [M, D]."""
+    """Put down where a part ended: maximum [M], sums of weights [M, n], all the same, and values [M, D].
+
+    Values stay in the cache until they are merged, whatever keys and values of long contexts pass through it.
+    """
     D: gl.constexpr = acc.shape[1]
     m_ptr, total_ptr, acc_ptr = states
     lane = gl.arange(0, m.shape[0], m.type.layout)
@@ -170,7 +173,7 @@ def store_state(states, tile, head, part, num_states, m, total, acc, H: gl.const
     lane = gl.arange(0, m.shape[0], gl.SliceLayout(1, acc.type.layout))
     state = (part * num_states + tile[3] + lane // GROUP).to(gl.int64) * H + head * GROUP + lane % GROUP
     acc_at = acc_ptr + state[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))[None, :]
-    gl.store(acc_at, acc, mask=(lane // GROUP < tile[2])[:, None])
+    gl.store(acc_at, acc, mask=(lane // GROUP < tile[2])[:, None], eviction_policy="evict_last")
 
 
 @gluon.jit

@@ -274,12 +274,13 @@ def store_state(
     m_ptr, total_ptr, acc_ptr, split, num_rows, row, head, ok, m, total, acc,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Put down where a split ended."""
+    """Put down where a split ended; its values stay in the cache until they are merged."""
     state = (split * num_rows + row).to(tl.int64) * H + head
     d = tl.arange(0, BLOCK_D)
     tl.store(m_ptr + state, m, mask=ok)
     tl.store(total_ptr + state, tl.max(total, 1), mask=ok)  # all 16 columns are the same
-    tl.store(acc_ptr + state[:, None] * D + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
+    see = ok[:, None] & (d < D)[None, :]
+    tl.store(acc_ptr + state[:, None] * D + d[None, :], acc, mask=see, eviction_policy="evict_last")
 
 
 @triton.jit
