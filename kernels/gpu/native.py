@@ -109,8 +109,8 @@ def _fetch(
     to = kept.index(place).reshape([BLOCKS, BLOCK_SIZE, D])
     if WHOLE:
         async_copy.async_copy_global_to_shared(to, start + at)
-    else:
-        async_copy.async_copy_global_to_shared(to, start + at, mask=(key <= last) & (tile < to_tile))
+    elif tile < to_tile:
+        async_copy.async_copy_global_to_shared(to, start + at, mask=key <= last)
     async_copy.commit_group()
 
 
