@@ -14,9 +14,6 @@ MIN_BLOCK = 16
 MAX_TREE_BLOCK = 64
 """More nodes in a tile would read a context fewer times, but leave multiprocessors idle: tiles of 128 rows were slower
 in short contexts, and about as fast in long ones."""
-NARROW_KEYS = 2048
-"""Up to so many keys in all contexts nodes that one tile would hold are in tiles of `MIN_BLOCK` rows: each is done sooner,
-and as few keys don't keep all multiprocessors busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +170,6 @@ def uniform_work(
         chains: whether each tree is a chain.
     """
     block = tree_tile_block(num_nodes, group)
-    if num_nodes * group <= MAX_TREE_BLOCK and num_seqs * max_context <= NARROW_KEYS:
-        block = tree_tile_block(1, group)
     tiles = _tree_tiles([(b, b * num_nodes, num_nodes) for b in range(num_seqs)], block // group)
     device = positions.device
     rows = torch.arange(num_seqs * num_nodes, dtype=torch.int32, device=device)

@@ -15,7 +15,6 @@ from triton.runtime.jit import JITFunction
 
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, Pages, QuantizedPages
 from specdec.kernels.gpu import attention, linear
-from specdec.kernels import work as kernels_work
 from specdec.kernels.work import uniform_work
 
 COMPILED: list[tuple[str, dict[str, Any]]] = []
@@ -78,7 +77,7 @@ def attend(
 ) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of `dim` values.
 
-    No sequence has more than `context` keys before its nodes; tiles are as wide as they are where there are many.
+    No sequence has more than `context` keys before its nodes.
 
     `codes` is the kernel in Gluon that reads contexts, if one does: SINGLE, DIRECT, WIDE, NATIVE or NATIVE_NARROW;
     `first` is how many splits its first part takes.
@@ -87,7 +86,6 @@ def attend(
     pages = pages_of(pages_format, kv_heads, dim, dtype)
     rows = torch.zeros(num_nodes, dtype=torch.int64)
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
-    kernels_work.NARROW_KEYS = 0
     work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, context, chains)
     for name in ("SINGLE", "DIRECT", "WIDE", "NATIVE", "NATIVE_NARROW"):
         getattr(attention, name).takes = lambda *args, takes=name == codes: takes

@@ -245,21 +245,6 @@ def test_when_sixteen_states_are_merged_at_once(
     assert found == [sixteen]
 
 
-@pytest.mark.parametrize(
-    ("sequences", "nodes", "context", "rows"),
-    [(1, 1, 1024, 16), (1, 8, 2048, 16), (1, 16, 2048, 16), (2, 16, 1024, 16), (2, 16, 2048, 64), (1, 16, 4096, 64),
-     (1, 32, 1024, 64), (2, 8, 2048, 32)],
-)  # fmt: skip
-def test_tiles_are_narrow_where_few_keys_keep_the_device_busy(
-    sequences: int, nodes: int, context: int, rows: int
-) -> None:
-    table, empty = torch.zeros(sequences, 1, dtype=torch.int32), torch.zeros(sequences * nodes, dtype=torch.int64)
-    work = uniform_work(sequences, nodes, table, table[:, 0], empty, empty, 4, context, True)
-    tiles = -(-nodes * 4 // rows)
-    assert work.tree_block == rows and len(work.tree_tiles) == sequences * tiles
-    assert work.tree_tiles[:, 2].sum() == sequences * nodes
-
-
 def test_states_are_asked_for_before_any_is_merged() -> None:
     """Each by an instruction of its own; those that come of memory one after the other take as often its latency."""
     orders = on_hopper("""

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels import work as kernels_work
 from specdec.kernels.formats import (
     FORMATS,
     SCALE_DTYPE,
@@ -73,12 +72,6 @@ SHAPES = {
 """Format, group size (native pages: size of a head), block size, key heads, nodes."""
 Shape = tuple[str, int | None, int, int, int]
 CASES = [(name, shape) for name in WAYS for shape in SHAPES[name]]
-
-
-@pytest.fixture(autouse=True)
-def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles are as wide in the short contexts of these tests as they are in long ones."""
-    monkeypatch.setattr(kernels_work, "NARROW_KEYS", 0)
 
 
 @dataclass(frozen=True)

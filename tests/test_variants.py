@@ -29,8 +29,8 @@ EXPECTED = {
     "roots._roots_kernel": 1,
     "rope._rope_write_kernel": 2,  # few rows, and more
     "rows._tree_rows_kernel": NODES,
-    "sample._block_kernel": 2,  # few rows, and more
-    "sample._row_kernel": 2,
+    "sample._block_kernel": 1,
+    "sample._row_kernel": 1,
     "tree.context_kernel": 1,
     "tree.tail_kernel": 1,
     "write._kv_write_kernel": 1,

@@ -91,6 +91,8 @@ def _fetch(
 ):
     """Start to copy a tile's keys or values to a place of the ring, as a group: 0 of those that no row sees.
 
+    Nothing is copied of a tile behind the last one; the group is empty then.
+
     Args:
         kept, place: the ring, and where in it.
         pages, head, blocks: where the tile is.

@@ -8,9 +8,7 @@ from torch import Tensor
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 from specdec.kernels.sample import MIN_TEMPERATURE, check_sizes
 
-BLOCKS, MANY = (1024, 4096), 32
-"""Ids that a program takes of few rows, and of so many rows or more, where to start programs takes longer than what they
-do. A maximum doesn't depend on how it is split."""
+_BLOCK = 1024  # ids a program; a maximum doesn't depend on how it is split
 
 
 @triton.jit
@@ -96,9 +94,7 @@ def _block_kernel(
     rows_per_sequence,
     MIN_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_token = tl.program_id(1) * BLOCK
     scores = scores_of(
@@ -163,8 +159,7 @@ def choose(
     if logits.stride(1) != 1:
         raise ValueError(f"rows of logits must be contiguous, not of stride {logits.stride(1)}")
     num_rows = len(logits)
-    block = BLOCKS[num_rows >= MANY]
-    num_blocks = triton.cdiv(num_real_tokens, block)
+    num_blocks = triton.cdiv(num_real_tokens, _BLOCK)
     best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     token = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -180,9 +175,7 @@ def choose(
         num_blocks,
         rows_per_sequence,
         MIN_TEMPERATURE,
-        block,
-        num_warps=4,
-        **overlap(logits.device),
+        _BLOCK,
     )
     width = triton.next_power_of_2(num_blocks)
     _row_kernel[(num_rows,)](best, token, out, num_blocks, width, num_warps=1, **overlap(logits.device))
