@@ -77,10 +77,8 @@ def attend(
 ) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of `dim` values.
 
-    No sequence has more than `context` keys before its nodes.
-
     `codes` is the kernel in Gluon that reads contexts, if one does: SINGLE, DIRECT, WIDE, NATIVE or NATIVE_NARROW;
-    `first` is how many splits its first part takes.
+    `first` is how many splits its first part takes; `context` is how many keys a sequence has at most before its nodes.
     """
     heads, kv_heads = 32, 8
     pages = pages_of(pages_format, kv_heads, dim, dtype)

@@ -169,11 +169,10 @@ def _merge_parts(
     for part in range(0, count, AT_ONCE):
         a = _load_four(ptrs, 0, stride, count - part, D, BLOCK_D)
         b = _load_four(ptrs, 4, stride, count - part, D, BLOCK_D)
+        bits = _bits_of(a) | _bits_of(b)
         if SIXTEEN:
             c = _load_four(ptrs, 8, stride, count - part, D, BLOCK_D)
             e = _load_four(ptrs, 12, stride, count - part, D, BLOCK_D)
-        bits = _bits_of(a) | _bits_of(b)
-        if SIXTEEN:
             bits = bits | _bits_of(c) | _bits_of(e)
         state = state[0], state[1], _when_there(state[2], bits, nothing)
         state = _merge_four(_merge_four(state, a), b)

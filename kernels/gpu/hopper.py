@@ -90,12 +90,6 @@ def seen(tile, lane, reads, GROUP: gl.constexpr, CHAINS: gl.constexpr):
 
 
 @gluon.jit
-def of_context(tile, from_tile, reads, TILES: gl.constexpr):
-    """Whether so many tiles are of a context alone, which the kernel before has no part in or has ended."""
-    return (from_tile + TILES) * KEY_TILE <= gl.load(reads[0] + tile[0]).to(gl.int32)
-
-
-@gluon.jit
 def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
     """The first tile of a split."""
     return gl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
