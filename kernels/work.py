@@ -4,7 +4,7 @@ All of it is tensors on the device, so that a captured graph reads the lengths o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -35,6 +35,8 @@ class AttentionWork:
         max_context: no context is longer.
         nodes_per_sequence: n where row i is node i % n of sequence i // n, and there are no other rows; else 0.
         chains: whether all trees are chains; `nodes_per_sequence` is set then.
+        early: whether all of this, and the keys and values of contexts, may be read while the kernel that was launched
+            before attention still runs.
     """
 
     block_table: torch.Tensor
@@ -50,6 +52,7 @@ class AttentionWork:
     max_context: int
     nodes_per_sequence: int = 0
     chains: bool = False
+    early: bool = False
 
     def work(self, group: int, max_block: int) -> "AttentionWork":
         """Itself: made for the kernel that asks."""
@@ -69,6 +72,8 @@ def make_work(
 ) -> AttentionWork:
     """Divide a batch of B sequences whose lengths the host knows.
 
+    Nodes that are alone in their sequences, as in plain decoding, are chains: their kernels are the faster ones.
+
     Args:
         cu_seqlens_q: B + 1 offsets of each sequence's rows.
         num_causal: how many of each sequence's rows stand before its nodes.
@@ -85,7 +90,10 @@ def make_work(
     ends = list(accumulate(map(len, (context_lens, *parts)), initial=0))
     flat = torch.tensor([*context_lens, *chain(*parts)], dtype=torch.int32, device=positions.device)
     blocks = chunk_block, tree_block
-    return assemble(flat, ends, block_table.to(torch.int32), positions, ancestors, blocks, max(context_lens))
+    work = assemble(flat, ends, block_table.to(torch.int32), positions, ancestors, blocks, max(context_lens))
+    if len(work.tree_rows) == len(num_nodes) == len(positions) and max(num_nodes) == 1:
+        return replace(work, nodes_per_sequence=1, chains=True)
+    return work
 
 
 def assemble(
@@ -188,6 +196,7 @@ def uniform_work(
         max_context=max_context,
         nodes_per_sequence=num_nodes,
         chains=chains,
+        early=True,
     )
 
 

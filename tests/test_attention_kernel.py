@@ -200,6 +200,37 @@ def test_chains_over_blocks_and_tiles_of_any_size(dim: int, block: int) -> None:
     assert_close(got, wide(meta, q, k, v, scale=dim**-0.5))
 
 
+@pytest.mark.parametrize(
+    ("sequences", "chains"),
+    [
+        ([(70, 0, [-1]), (0, 0, [-1]), (64, 0, [-1])], True),
+        ([(70, 0, [-1]), (0, 1, []), (64, 0, [-1])], False),
+        ([(70, 0, [-1]), (5, 1, [-1])], False),
+        ([(70, 0, [-1, 0]), (64, 0, [-1])], False),
+        ([(3, 2, []), (5, 1, [])], False),
+    ],
+    ids=["alone", "beside a prompt", "behind its prompt", "two nodes", "prompts"],
+)
+def test_nodes_that_are_alone_in_their_sequences_are_chains(sequences: Sequences, chains: bool) -> None:
+    work = build(sequences, device=DEVICE)[0].work(2, 64)
+    assert (work.chains, work.nodes_per_sequence) == (chains, int(chains)) and not work.early
+
+
+def test_chains_of_a_batch_that_was_just_divided_wait_before_they_read() -> None:
+    """In captured steps they may read the tables before, since the kernel in front writes none of them."""
+    [waits] = on_hopper("""
+import re
+from specdec.kernels.gpu import attention
+from tests.hopper import COMPILED, attend
+attention.overlap = lambda device: {"PDL": True, "launch_pdl": True}
+attend(None, 1, chains=True)
+[ptx] = [made["ptx"] for name, made in COMPILED if name == "chain_kernel"]
+print(re.findall(r"griddepcontrol.wait|ld.global", ptx))
+""")
+    assert waits[0] == "griddepcontrol.wait" and waits.count("griddepcontrol.wait") == 2
+    assert waits.index("ld.global") < len(waits) - 1 - waits[::-1].index("griddepcontrol.wait")
+
+
 def test_splits_cover_every_length() -> None:
     lengths = (1, 128, 129, 2048, 2049, 3072, 3073)
     assert [num_splits(n) for n in lengths] == [num_parts(n, 1, 2) for n in lengths] == [1, 1, 2, 16, 17, 17, 18]

@@ -187,7 +187,7 @@ def test_programs_wait_for_what_the_kernel_before_writes(
     else:
         tables = (b.work.tree_tiles, b.work.block_table, b.work.context_lens, b.work.positions, b.work.ancestors)
         stands |= {x.data_ptr(): torch.zeros_like(x) for x in tables}
-    work = b.work if early else replace(b.work, nodes_per_sequence=0)
+    work = b.work if early else replace(b.work, early=False)
     heads, dim = b.q.shape[1:]
     sizes = {"H": heads, "G": heads // GROUP, "D": dim, "BLOCK_SIZE": shape[2], "SMALL": SMALL_SPLIT // TILE}
     sizes |= {"NUM": NUM_SMALL, "LARGE": LARGE_SPLIT // TILE, "PDL": True}

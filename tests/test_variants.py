@@ -27,7 +27,7 @@ EXPECTED = {
     "rank._block_kernel": 1,
     "rank._row_kernel": 1,
     "roots._roots_kernel": 1,
-    "rope._rope_write_kernel": 2,  # few rows, and more
+    "rope._rope_write_kernel": 1,
     "rows._tree_rows_kernel": NODES,
     "sample._block_kernel": 1,
     "sample._row_kernel": 1,

@@ -176,8 +176,8 @@ def _run_chains(call: _Call) -> None:
     else:
         chain_kernel[(call.num_kv_heads, len(work.tree_tiles), parts)](
             call.q, *call.pages, call.out, *state, work.block_table, work.positions, work.ancestors,
-            work.block_table.stride(0), num_rows, work.nodes_per_sequence, *call.factors, FIRST=call.first,
-            WHOLE=whole, BLOCK_M=work.tree_block, **call.options, **call.shape,
+            work.block_table.stride(0), num_rows, work.nodes_per_sequence, int(work.early), *call.factors,
+            FIRST=call.first, WHOLE=whole, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not whole:
         heads = 1 if call.first == 1 else 2  # of many rows, with few states each

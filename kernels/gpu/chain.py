@@ -26,7 +26,7 @@ from specdec.kernels.gpu.online import (
 )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_rows", "nodes"])
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "nodes", "early"])
 def chain_kernel(
     q_ptr,
     k_ptr,
@@ -41,6 +41,7 @@ def chain_kernel(
     table_stride,
     num_rows,
     nodes,
+    early,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
@@ -61,8 +62,10 @@ def chain_kernel(
 ):
     """One part of the keys of one tile of nodes; `WHOLE` says that it is all of them.
 
-    Where rows stand and what they see is read while the kernel before still runs (`uniform_work`).
+    If `early`, where rows stand and what they see is read while the kernel before still runs (`AttentionWork`).
     """
+    if early == 0:
+        wait_for_inputs(PDL)
     GROUP: tl.constexpr = H // G
     ROWS: tl.constexpr = BLOCK_M // GROUP
     tiles = (nodes + ROWS - 1) // ROWS  # of a sequence

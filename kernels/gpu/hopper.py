@@ -280,9 +280,8 @@ class HopperKernel:
         given = sizes | {"FIRST": first, "ROWS": self.rows}
         names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL", "ROWS")
         constants = work.chains, *(given[name] for name in names)
-        early = int(work.nodes_per_sequence > 0)  # else the batch was divided just now, or has new keys in contexts
         self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
-            work.block_table.stride(0), len(work.tree_rows), early, scale, *constants, num_warps=self.warps,
+            work.block_table.stride(0), len(work.tree_rows), int(work.early), scale, *constants, num_warps=self.warps,
             maxnreg=self.max_registers if first == 1 else 255, enable_fp_fusion=False, launch_pdl=sizes["PDL"],
         )  # fmt: skip

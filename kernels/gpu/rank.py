@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.gpu.sample import scores_of
+from specdec.kernels.gpu.sample import best_of, scores_of
 from specdec.kernels.rank import check_ranks
 from specdec.kernels.sample import MIN_TEMPERATURE
 
@@ -52,7 +52,7 @@ def _block_kernel(
     scores = tl.where(scores == scores, scores, float("-inf"))
     out = (row * num_blocks + tl.program_id(1)) * num_ranks
     for rank in range(num_ranks):
-        best, where = tl.max(scores, 0, return_indices=True)
+        best, where = best_of(scores)
         tl.store(best_ptr + out + rank, best)
         tl.store(token_ptr + out + rank, first_token + where)
         scores = tl.where(index == where, float("-inf"), scores)
@@ -75,7 +75,7 @@ def _row_kernel(
     inside = index < num_candidates
     scores = tl.load(best_ptr + row * num_candidates + index, mask=inside, other=float("-inf"))
     for rank in range(num_ranks):
-        _, where = tl.max(scores, 0, return_indices=True)
+        _, where = best_of(scores)
         token = tl.load(token_ptr + row * num_candidates + tl.minimum(where, num_candidates - 1)).to(tl.int64)
         token = tl.minimum(token, num_tokens - 1)
         if MAPPED:

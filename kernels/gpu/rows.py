@@ -43,16 +43,15 @@ def _tree_rows_kernel(
     node = tl.arange(0, NODES)
     num_nodes = tl.minimum(tl.load(num_nodes_ptr + sequence), tl.load(max_nodes_ptr + sequence))
     inside = node < tl.minimum(num_nodes, n)
-    ancestors = tl.zeros([NODES], tl.int64)
-    depth = tl.full([NODES], -1, tl.int64)
-    current = tl.where(inside, node, -1)
-    while tl.max(current, 0) >= 0:  # all nodes climb to the root side by side
-        climbing = current >= 0
-        bit = tl.full([NODES], 1, tl.int64) << tl.maximum(current, 0).to(tl.int64)
-        ancestors = tl.where(climbing, ancestors | bit, ancestors)
-        depth += climbing.to(tl.int64)
-        parent = tl.load(parents_ptr + sequence * parents_row + current, mask=climbing, other=-1).to(tl.int32)
-        current = tl.where(parent < current, parent, -1)  # so that no wrong tree can hold the climb in a circle
+    up = tl.load(parents_ptr + sequence * parents_row + node, mask=inside, other=-1).to(tl.int32)
+    up = tl.where(up < node, up, -1)  # so that no wrong tree is a circle
+    ancestors = tl.where(inside, tl.full([NODES], 1, tl.int64) << node.to(tl.int64), 0)
+    depth = (up >= 0).to(tl.int32)
+    for _ in tl.static_range(6 if NODES > 32 else 5):  # each time twice as far up
+        at, there = tl.maximum(up, 0), up >= 0
+        ancestors |= tl.where(there, tl.gather(ancestors, at, 0), 0)
+        depth += tl.where(there, tl.gather(depth, at, 0), 0)
+        up = tl.where(there, tl.gather(up, at, 0), -1)
     context = tl.load(lengths_ptr + sequence) - 1
     slots = slots_of(block_table_ptr + sequence * num_blocks, context + node, inside, num_blocks, BLOCK_SIZE)
     positions = tl.where(inside, context + depth, 0)
@@ -82,7 +81,7 @@ def tree_rows(
 ) -> TreeRows:
     """Lay out one padded tree a sequence behind its context; the root is the last known token.
 
-    One program a sequence; its time grows with the depth of the tree.
+    One program a sequence; its time grows with the logarithm of its nodes.
 
     Args:
         parents: [B, n] int64, n at most 64; index of the parent, before its children; -1 for node 0. Rows may be

@@ -8,7 +8,8 @@ from torch import Tensor
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 from specdec.kernels.sample import MIN_TEMPERATURE, check_sizes
 
-_BLOCK = 1024  # ids a program; a maximum doesn't depend on how it is split
+MANY, BLOCKS = 32, ((1024, 4), (4096, 16))
+"""Ids and warps of a program by whether there are as many rows. A maximum doesn't depend on how it is split."""
 
 
 @triton.jit
@@ -73,11 +74,19 @@ def scores_of(
 
 
 @triton.jit
-def _best(scores):
-    """The maximum, its lowest index, and whether there was NaN, which a maximum may or may not see."""
-    nan = scores != scores
-    best, where = tl.max(tl.where(nan, float("-inf"), scores), 0, return_indices=True)
-    return best, where, tl.max(nan.to(tl.int32), 0) > 0
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def best_of(scores):
+    """The maximum of [N], NaN if one of them is, and its lowest index; N - 1 for NaN.
+
+    The index is looked for once the maximum is known: to carry it along takes several times as many instructions.
+    """
+    N: tl.constexpr = scores.shape[0]
+    best = tl.reduce(scores, 0, _larger)
+    return best, tl.min(tl.where(scores == best, tl.arange(0, N), N - 1), 0)
 
 
 @triton.jit(do_not_specialize=["rows_per_sequence"], do_not_specialize_on_alignment=["positions_ptr"])
@@ -94,7 +103,9 @@ def _block_kernel(
     rows_per_sequence,
     MIN_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_token = tl.program_id(1) * BLOCK
     scores = scores_of(
@@ -112,9 +123,9 @@ def _block_kernel(
         MIN_TEMPERATURE,
         BLOCK,
     )
-    best, where, nan = _best(scores)
+    best, where = best_of(scores)
     out = row * num_blocks + tl.program_id(1)
-    tl.store(best_ptr + out, tl.where(nan, float("nan"), best))
+    tl.store(best_ptr + out, best)
     tl.store(token_ptr + out, first_token + where)
 
 
@@ -124,9 +135,9 @@ def _row_kernel(best_ptr, token_ptr, out_ptr, num_blocks, BLOCKS: tl.constexpr, 
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     partial = tl.load(best_ptr + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
-    best, where, nan = _best(partial)
-    token = tl.load(token_ptr + row * num_blocks + where).to(tl.int64)
-    tl.store(out_ptr + row, tl.where(nan | (best == float("-inf")), -1, token))
+    best, where = best_of(partial)
+    token = tl.load(token_ptr + row * num_blocks + tl.minimum(where, num_blocks - 1)).to(tl.int64)
+    tl.store(out_ptr + row, tl.where(best > float("-inf"), token, -1))
 
 
 def choose(
@@ -159,7 +170,8 @@ def choose(
     if logits.stride(1) != 1:
         raise ValueError(f"rows of logits must be contiguous, not of stride {logits.stride(1)}")
     num_rows = len(logits)
-    num_blocks = triton.cdiv(num_real_tokens, _BLOCK)
+    block, warps = BLOCKS[num_rows >= MANY]
+    num_blocks = triton.cdiv(num_real_tokens, block)
     best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     token = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -175,7 +187,9 @@ def choose(
         num_blocks,
         rows_per_sequence,
         MIN_TEMPERATURE,
-        _BLOCK,
+        block,
+        num_warps=warps,
+        **overlap(logits.device),
     )
     width = triton.next_power_of_2(num_blocks)
     _row_kernel[(num_rows,)](best, token, out, num_blocks, width, num_warps=1, **overlap(logits.device))
