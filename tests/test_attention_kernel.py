@@ -175,8 +175,7 @@ for name, made in COMPILED:
     print((name, dropped(str(made["ttir"]))))
 """)
     assert wrong[0] == "bounds_alone" and len(wrong[1]) == 1 and wrong[1][0].startswith("%low")
-    names = ("chain_kernel", "merge_kernel", "context_kernel", "tail_kernel", "merge_kernel")
-    assert kernels == [(name, []) for name in names]
+    assert kernels == [(name, []) for name in ("chain_kernel", "merge_kernel", "context_kernel", "tail_kernel")]
 
 
 def test_programs_that_merge_two_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ EXPECTED = {
     "activation._act_mul_kernel": 1,
     "advance._advance_kernel": NODES,
     "chain.chain_kernel": 1,
-    "chain.merge_kernel": 2,  # of chains, and of trees
+    "chain.merge_kernel": 1,
     "candidates._block_kernel": 1,
     "candidates._row_kernel": 1,
     "cell._down_kernel": 1,

@@ -4,7 +4,6 @@ A row's result doesn't depend on what shares the launch, bit for bit, nor on the
 the arithmetic of `specdec.kernels.gpu.online`. Which kernel runs which rows is said by `AttentionWork`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,11 +161,10 @@ def _run_trees(call: _Call) -> None:
         )  # fmt: skip
     programs = num_nodes * call.num_kv_heads
     tail_kernel[(num_nodes, call.num_kv_heads)](
-        call.q, *call.pages, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
+        call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
         work.positions, work.ancestors, table.stride(0), num_nodes, *call.factors, FIRST=call.first,
         BLOCK_M=call.group_block, num_warps=4 if programs <= 256 else 2, num_stages=1, **call.shape,
     )  # fmt: skip
-    _merge(call, state, parts + 1)
 
 
 def _run_chains(call: _Call) -> None:
@@ -182,29 +180,19 @@ def _run_chains(call: _Call) -> None:
             FIRST=call.first, WHOLE=whole, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not whole:
-        _merge(call, state, parts)
-
-
-def _merge(call: _Call, state: Sequence[Tensor], parts: int) -> None:
-    """Put the parts of each node together, of which there may be as many."""
-    work, num_nodes = call.work, len(call.work.tree_rows)
-    heads = 1 if call.first == 1 else 2  # of many rows, with few states each
-    sizes = {name: size for name, size in call.sizes.items() if name != "G"}
-    merge_kernel[(num_nodes, triton.cdiv(call.q.shape[1], heads))](
-        call.out, *state, work.tree_rows, work.tree_sequences, work.context_lens, work.positions, work.ancestors,
-        num_nodes, TREES=not work.chains, FIRST=call.first, HEADS=heads, SIXTEEN=heads == 1 and parts > 8, num_warps=1,
-        **sizes,
-    )  # fmt: skip
+        heads = 1 if call.first == 1 else 2  # of many rows, with few states each
+        sizes = {name: size for name, size in call.sizes.items() if name != "G"}
+        merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
+            call.out, *state, work.positions, work.ancestors, num_rows, FIRST=call.first, HEADS=heads,
+            SIXTEEN=heads == 1 and parts > 8, num_warps=1, **sizes,
+        )  # fmt: skip
 
 
 def _states(call: _Call) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Room for each part's, node's and head's state: maximum, sum of weights, weighted values; how many parts.
-
-    In trees a node's own keys may begin another part, which no program of a context has.
-    """
+    """Room for each part's, node's and head's state: maximum, sum of weights, weighted values; how many parts."""
     num_heads, head_dim = call.q.shape[1:]
     keys = call.work.max_context + max(1, call.work.nodes_per_sequence)
     parts = num_parts(keys, call.first, 1 if call.work.chains else 2)
-    size = (parts + (not call.work.chains)) * len(call.work.tree_rows) * num_heads
+    size = parts * len(call.work.tree_rows) * num_heads
     room = torch.empty(size * (head_dim + 2), dtype=torch.float32, device=call.q.device)
     return (room[:size], room[size : 2 * size], room[2 * size :]), parts

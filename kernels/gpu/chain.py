@@ -16,7 +16,6 @@ from specdec.kernels.gpu.online import (
     empty,
     load_q,
     merge,
-    part_of_last,
     part_of_program,
     part_with,
     split_of,
@@ -160,11 +159,11 @@ def _merge_four(state, four):
 
 @triton.jit
 def _merge_parts(
-    out_ptr, m_ptr, total_ptr, acc_ptr, row, node, head, count, nothing, num_rows,
+    out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, nothing, num_rows,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
 ):  # fmt: skip
-    """Merge as many parts of one node and head, and store what they come to in its row; `nothing` is 0."""
-    at, stride = node.to(tl.int64) * H + head, tl.cast(num_rows, tl.int64) * H
+    """Merge as many parts of one row and head, and store what they come to; `nothing` is 0."""
+    at, stride = row.to(tl.int64) * H + head, tl.cast(num_rows, tl.int64) * H
     d = tl.arange(0, BLOCK_D)
     zero = (row * 0).to(tl.float32)
     state = zero + float("-inf"), zero, tl.zeros([BLOCK_D], tl.float32)
@@ -186,7 +185,7 @@ def _merge_parts(
         ptrs = ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
     _, total, acc = state
     out = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + (row.to(tl.int64) * H + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+    tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -195,13 +194,9 @@ def merge_kernel(
     m_ptr,
     total_ptr,
     acc_ptr,
-    rows_ptr,
-    sequences_ptr,
-    context_ptr,
     positions_ptr,
     ancestors_ptr,
     num_rows,
-    TREES: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -216,21 +211,12 @@ def merge_kernel(
 ):
     """All parts of one node's keys for a few heads, in their order, with eight loads under way, or sixteen.
 
-    In chains node i is row i of the batch, and its parts end with its own key. Of trees `tail_kernel` has left them.
     Only their states come from the kernel before, which has waited for all others. A program of one warp takes a few
     instructions a part, since maximum and sum of weights are two numbers: it waits for its loads, as many others do.
     """
-    node = tl.program_id(0)
-    row = node
-    if TREES:
-        row = tl.load(rows_ptr + node)
+    row = tl.program_id(0)
     position = tl.load(positions_ptr + row).to(tl.int32)
-    split = split_of(position // TILE, SMALL, NUM, LARGE)
-    if TREES:
-        last = split_of(tl.load(context_ptr + tl.load(sequences_ptr + node)) // TILE, SMALL, NUM, LARGE)
-        count = part_of_last(last, FIRST) + 1 + (split - last)
-    else:
-        count = part_with(split, FIRST) + 1
+    count = part_with(split_of(position // TILE, SMALL, NUM, LARGE), FIRST) + 1
     if tl.load(ancestors_ptr + row) == 0:
         count = 0
     nothing = position >> 31  # a row's that sees keys
@@ -239,5 +225,5 @@ def merge_kernel(
         head = tl.program_id(1) * HEADS + i
         if HEADS == 1 or head < H:
             _merge_parts(
-                out_ptr, m_ptr, total_ptr, acc_ptr, row, node, head, count, nothing, num_rows, H, D, BLOCK_D, SIXTEEN
+                out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, nothing, num_rows, H, D, BLOCK_D, SIXTEEN
             )

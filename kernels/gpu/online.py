@@ -281,3 +281,30 @@ def store_state(
     tl.store(total_ptr + state, tl.max(total, 1), mask=ok)  # all 16 columns are the same
     see = ok[:, None] & (d < D)[None, :]
     tl.store(acc_ptr + state[:, None] * D + d[None, :], acc, mask=see, eviction_policy="evict_last")
+
+
+@triton.jit
+def merge_splits(
+    m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Merge the states of splits `first` to `end` in their order, with four loads under way."""
+    state = empty(BLOCK_M, BLOCK_D)
+    ptrs = m_ptr, total_ptr, acc_ptr
+    for split in range(first, end, 4):
+        a, b, c, d = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
+        state = merge(state[0], state[1], state[2], a[0], a[1], a[2])
+        state = merge(state[0], state[1], state[2], b[0], b[1], b[2])
+        state = merge(state[0], state[1], state[2], c[0], c[1], c[2])
+        state = merge(state[0], state[1], state[2], d[0], d[1], d[2])
+    return state
+
+
+@triton.jit
+def _four_states(ptrs, split, end, num_rows, row, head, ok, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The states of a split and the next three; one from `end` on is empty."""
+    a = load_state(ptrs[0], ptrs[1], ptrs[2], split, num_rows, row, head, ok & (split < end), H, D, BLOCK_D)
+    b = load_state(ptrs[0], ptrs[1], ptrs[2], split + 1, num_rows, row, head, ok & (split + 1 < end), H, D, BLOCK_D)
+    c = load_state(ptrs[0], ptrs[1], ptrs[2], split + 2, num_rows, row, head, ok & (split + 2 < end), H, D, BLOCK_D)
+    d = load_state(ptrs[0], ptrs[1], ptrs[2], split + 3, num_rows, row, head, ok & (split + 3 < end), H, D, BLOCK_D)
+    return a, b, c, d

@@ -2,8 +2,8 @@
 
 `context_kernel` runs the nodes of a tree through the tiles that they all see, split by split, all nodes and grouped
 heads in one tile of queries, so that each key is read once. It leaves the state of each split. `tail_kernel` goes on,
-node by node, from the last split's state through the rest of the context and the node's own path, in the path's order.
-`merge_kernel` of `gpu/chain.py` puts the splits together. So a node's bits are those of the same tokens decoded one by one, wherever the nodes stand.
+node by node, from the last split's state through the rest of the context and the node's own path, in the path's order,
+and merges the splits. So a node's bits are those of the same tokens decoded one by one, wherever the nodes stand.
 """
 
 import triton
@@ -18,6 +18,7 @@ from specdec.kernels.gpu.online import (
     load_q,
     load_state,
     merge,
+    merge_splits,
     part_of_last,
     part_of_program,
     part_with,
@@ -25,6 +26,7 @@ from specdec.kernels.gpu.online import (
     split_of,
     splits_of,
     start_of,
+    store_out,
     store_state,
     update,
     weigh,
@@ -138,11 +140,22 @@ def _load_path(
     return k, v, see
 
 
+@triton.jit
+def _repeated(x, ROWS: tl.constexpr):
+    """Rows over and over again, until there are as many."""
+    TIMES: tl.constexpr = ROWS // x.shape[0]
+    if len(x.shape) == 1:
+        return tl.reshape(tl.broadcast_to(x[None, :], [TIMES, x.shape[0]]), [ROWS])
+    else:
+        return tl.reshape(tl.broadcast_to(x[None, :, :], [TIMES, x.shape[0], x.shape[1]]), [ROWS, x.shape[1]])
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_nodes"])
 def tail_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    out_ptr,
     m_ptr,
     total_ptr,
     acc_ptr,
@@ -171,7 +184,7 @@ def tail_kernel(
     FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The rest of the keys of one node: the last split goes on, and another one may begin, a part behind it.
+    """The rest of the keys of one node, and all parts of its context.
 
     Nothing but the states comes from the kernel before, which has waited for all others: what a node's first tile is
     worth is found while that one still runs.
@@ -193,19 +206,28 @@ def tail_kernel(
     wait_for_inputs(PDL)
     last_split = split_of(shared, SMALL, NUM, LARGE)
     live = ok & (ancestors != 0)  # nobody may have put down a state of padding
-    part = part_of_last(last_split, FIRST)
-    m, total, acc = load_state(m_ptr, total_ptr, acc_ptr, part, num_nodes, node, head, live, H, D, BLOCK_D)
-    m, total, acc = weigh(m, total, acc, s, v)
+    last_part = part_of_last(last_split, FIRST)
+    m_of, total_of, acc_of = load_state(
+        m_ptr, total_ptr, acc_ptr, last_part, num_nodes, node, head, live, H, D, BLOCK_D
+    )
+    first_part, end_part = last_split * 0, tl.where(last_split == 0, 0, last_part)
+    if WINDOW > 0:
+        tl.static_assert(FIRST == 1, "a window may begin within a part")
+        first_part = tl.minimum(split_of(tl.maximum(position - WINDOW + 1, 0) // TILE, SMALL, NUM, LARGE), last_split)
+    FEW: tl.constexpr = triton.next_power_of_2(GROUP)  # rows that are the node's own
+    of = tl.arange(0, FEW)
+    m, total, acc = merge_splits(
+        m_ptr, total_ptr, acc_ptr, first_part, end_part, num_nodes, node_of + of * 0, kv_head * GROUP + of,
+        (of < GROUP) & (ancestors != 0), H, D, FEW, BLOCK_D,
+    )  # fmt: skip
+    m, total, acc = _repeated(m, BLOCK_M), _repeated(total, BLOCK_M), _repeated(acc, BLOCK_M)
+    m_of, total_of, acc_of = weigh(m_of, total_of, acc_of, s, v)
     for tile in range(shared + 1, position // TILE + 1):
         if start_of(split_of(tile, SMALL, NUM, LARGE), SMALL, NUM, LARGE) == tile:
-            store_state(m_ptr, total_ptr, acc_ptr, part, num_nodes, node, head, live, m, total, acc, H, D, BLOCK_D)
-            part += 1
-            m, total, acc = empty(BLOCK_M, BLOCK_D)
+            m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
+            m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
         k, v, see = _load_path(k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head,
                                q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
-        m, total, acc = update(m, total, acc, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
-    store_state(m_ptr, total_ptr, acc_ptr, part, num_nodes, node, head, live, m, total, acc, H, D, BLOCK_D)
-    if FIRST > 1:
-        if last_split == 0:  # nothing is before it
-            m, total, acc = empty(BLOCK_M, BLOCK_D)
-            store_state(m_ptr, total_ptr, acc_ptr, part * 0, num_nodes, node, head, live, m, total, acc, H, D, BLOCK_D)
+        m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
+    m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
+    store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)
