@@ -8,8 +8,7 @@ from torch import Tensor
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 from specdec.kernels.sample import MIN_TEMPERATURE, check_sizes
 
-MANY, BLOCKS = 32, ((1024, 4), (4096, 16))
-"""Ids and warps of a program by whether there are as many rows. A maximum doesn't depend on how it is split."""
+_BLOCK = 1024  # ids a program; a maximum doesn't depend on how it is split
 
 
 @triton.jit
@@ -170,8 +169,7 @@ def choose(
     if logits.stride(1) != 1:
         raise ValueError(f"rows of logits must be contiguous, not of stride {logits.stride(1)}")
     num_rows = len(logits)
-    block, warps = BLOCKS[num_rows >= MANY]
-    num_blocks = triton.cdiv(num_real_tokens, block)
+    num_blocks = triton.cdiv(num_real_tokens, _BLOCK)
     best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     token = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -187,8 +185,7 @@ def choose(
         num_blocks,
         rows_per_sequence,
         MIN_TEMPERATURE,
-        block,
-        num_warps=warps,
+        _BLOCK,
         **overlap(logits.device),
     )
     width = triton.next_power_of_2(num_blocks)
