@@ -11,8 +11,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import astuple, replace
+from operator import itemgetter
 from pathlib import Path
+from unittest.mock import patch
 
 import click
 import torch
@@ -23,6 +27,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from specdec import LLM, SamplingParams
 from specdec.cli.demo_prompts import PROMPTS
 from specdec.engine.measure import NUM_NODES, CapturedStep, Grid, measure
+from specdec.kernels.gpu import linear
+from specdec.kernels.gpu.linear import Tile, tile_of
 from specdec.models.batch import Rows, pack_rows
 from specdec.models.decoder import Decoder
 from specdec.verifier.tree import MAX_NODES, TokenTree
@@ -148,6 +154,74 @@ def nodes(model: str, context: int, path: str | None) -> None:
     rows = [(n, seconds[0] * 1e6) for n, seconds in zip(NUM_NODES, times, strict=True)]
     result = [{"nodes": n, "us": round(us, 1), "ratio": round(us / rows[0][1], 4)} for n, us in rows]
     write(path, {"model": model, "context": context, "rows": result})
+
+
+@main.command()
+@click.option("--layers", default=8, help="Of the 8b shape: fewer take less time, and are as far beyond the cache.")
+@click.option("--nodes", "counts", default="1,16,64")
+@click.option("--context", default=1024)
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def tiles(layers: int, counts: str, context: int, path: str | None) -> None:
+    """Tiles of products beside those chosen, in a captured step: what a product takes longer than with the chosen one.
+
+    By itself a product starts while another like it ends; in a step the others leave it more or less room.
+    """
+    with patch.object(SHAPES["8b"], "num_hidden_layers", layers):
+        target, rows = make_llm(open_model("8b"), drafter="ngram").engine.model, []
+    assert isinstance(target, Decoder)
+    for num_nodes in map(int, counts.split(",")):
+        grid, calls = Grid((1,), (num_nodes,), (context,)), Counter[Product]()
+        _step_us(target, grid, calls=calls)
+        for product, count in calls.items():
+            chosen = tile_of(num_nodes, *product)
+            row = {"nodes": num_nodes, "out": product[0], "k": product[1], "weights": product[2]}
+            share = min(calls.values()) / count  # a step has one of the rarest
+            slower = {
+                str(astuple(tile)): round((_step_us(target, grid, product, tile) - _step_us(target, grid)) * share, 2)
+                for tile in _tiles_beside(chosen, product[2])
+            }
+            slower = dict(sorted(slower.items(), key=itemgetter(1)))
+            rows.append(row | {"chosen": str(astuple(chosen)), "slower_by_us": slower})
+            click.echo(str(rows[-1]))
+    write(path, {"layers": layers, "context": context, "tile": "rows, out, k, warps, stages", "rows": rows})
+
+
+Product = tuple[int, int, int]
+"""Outputs, inputs, number of weights."""
+
+
+def _step_us(
+    target: Decoder,
+    grid: Grid,
+    product: Product | None = None,
+    tile: Tile | None = None,
+    calls: Counter[Product] | None = None,
+) -> float:
+    """Microseconds of the captured step that is the grid; one product may be cut by another tile. Counts products."""
+
+    def choose(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int = 2) -> Tile:
+        if calls is not None:
+            calls[out, k, num_weights] += 1
+        other = tile if product == (out, k, num_weights) else None
+        return other or tile_of(num_rows, out, k, num_weights, itemsize)
+
+    with patch.object(linear, "tile_of", choose):
+        return measure(CapturedStep(target, grid), grid, repeats=25, warmup=4)[0][0][0] * 1e6
+
+
+def _tiles_beside(tile: Tile, num_weights: int) -> list[Tile]:
+    """Tiles that differ in one size, twice as much or half, or in one or two stages, and fit in shared memory."""
+    sizes = [
+        replace(tile, **{name: n})
+        for name in ("out", "k", "warps")
+        for n in (getattr(tile, name) * 2, getattr(tile, name) // 2)
+    ]
+    stages = [replace(tile, stages=tile.stages + more) for more in (-2, -1, 1, 2)]
+    return [
+        t
+        for t in (*sizes, *stages)
+        if t.out >= 16 and t.stages >= 2 and (t.rows + t.out * num_weights) * t.k * 2 * t.stages <= 225_000
+    ]
 
 
 @main.command()

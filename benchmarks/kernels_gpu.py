@@ -370,7 +370,7 @@ def _of_codes(
 @click.option("--formats", default="auto,fp8,int8,int4", help="Values of kv_cache_dtype.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def rope(formats: str, path: str | None) -> None:
-    """Rotation and page write of 32 and 8 heads of 128, by the heads of a program (of eight warps where there are 16), as chosen."""
+    """Rotation and page write of 32 and 8 heads of 128, by the heads of a program: one warp, or eight for 16."""
     rows: list[dict[str, object]] = []
     for name in formats.split(","):
         layout = KVLayout(1, 8, 128, torch.bfloat16).stored_as(name)

@@ -45,7 +45,8 @@ HALF_BUSY = 66
 def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int = 2) -> Tile:
     """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k] of `itemsize` bytes an element.
 
-    They were the fastest on an H100, where weights come from memory: `kernels_gpu.py products --search` tries many.
+    Up to 64 rows of a large model they were the fastest in captured steps on an H200 (`engine_gpu.py tiles` tries those
+    beside them), others by themselves on an H100 (`kernels_gpu.py products --search`).
     """
     tile = _tile_of_two_bytes(num_rows, out, k, num_weights)
     return tile if itemsize <= 2 else replace(tile, k=tile.k // 2)  # the loads in flight fill the shared memory
@@ -61,15 +62,15 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
         return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
     if k < 2048:
         return Tile(rows, 16 if rows == 64 or k > 1024 else 32, 256 if k > 1024 else 128, 4, 4)
-    if num_weights == 2 and num_rows == 1:
-        return Tile(16, 32, 256, 4, 4)
-    if num_weights == 2:
-        return Tile(16, 64, 128, 4, 3) if rows == 16 else Tile(64, 64, 64, 4, 4)
-    if out >= 32768:
-        return Tile(16, 64, 256, 4, 4) if rows == 16 else Tile(64, 128, 128, 8, 3)
-    if rows == 16:
-        return Tile(16, 32, 256, 2, 4 if out > 4096 else 5)
-    return Tile(64, 64, 128, 4, 5) if out > 4096 else Tile(64, 32, 128, 4, 8)
+    if rows == 64:
+        if num_weights == 2 or out >= 32768:
+            return Tile(64, 64 if num_weights == 2 else 128, 128, 4, 4)
+        return Tile(64, 64, 128, 4, 5) if out > 4096 else Tile(64, 32, 128, 4, 8)
+    if num_weights == 2 or out >= 32768:
+        return Tile(16, 64, 256, 4, 3)
+    if out > 4096:
+        return Tile(16, 32, 256, 2, 4) if num_rows == 1 else Tile(16, 64, 256, 4, 4)
+    return Tile(16, 32, 256, 2, 6)
 
 
 @triton.jit
