@@ -33,11 +33,12 @@ from specdec.cache.pages import KVLayout, KVPages
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.formats import load
 from specdec.kernels.gpu import fast
+from specdec.kernels.gpu import rope as gpu_rope
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
-from specdec.kernels.gpu.rope import PROGRAMS, rope_write
+from specdec.kernels.gpu.rope import rope_write
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import AttentionWork, uniform_work
@@ -383,7 +384,7 @@ def rope(formats: str, path: str | None) -> None:
             calls = [partial(rope_write, x, cos, sin, pages.k[0], pages.v[0], slots, 32) for x in qkv * 4]
             row["us"] = round(timed(calls), 2)
             for program in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 8)):
-                with patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, (program, program))):
+                with patch.multiple(gpu_rope, NATIVE=program, QUANTIZED=(program, program)):
                     row[f"us_of_{program[0]}"] = round(timed(calls), 2)
             click.echo(str(row))
             rows.append(row)

@@ -111,7 +111,8 @@ def test_bits_do_not_depend_on_the_heads_of_a_program(name: str, monkeypatch: py
     qkv, cos, sin = randn(9, HEADS + 2 * KV_HEADS, 64).half(), randn(9, 64).half(), randn(9, 64, seed=1).half()
     slots, found = torch.arange(9, device=DEVICE), []
     for program in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 8)):
-        monkeypatch.setattr(gpu_rope, "PROGRAMS", dict.fromkeys(gpu_rope.PROGRAMS, (program, program)))
+        monkeypatch.setattr(gpu_rope, "NATIVE", program)
+        monkeypatch.setattr(gpu_rope, "QUANTIZED", (program, program))
         if name == "native":
             k, v = (torch.zeros(1, 9, KV_HEADS, 64, dtype=torch.half, device=DEVICE) for _ in "kv")
             q = gpu_rope.rope_write(qkv, cos, sin, k, v, slots, HEADS)

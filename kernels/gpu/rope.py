@@ -10,8 +10,10 @@ from specdec.kernels.gpu.pages import pointers, store_values
 from specdec.kernels.gpu.spread import spread_values
 from specdec.kernels.spread import spread_size
 
-FEW, PROGRAMS = 1024, {"native": ((16, 8), (16, 8)), "quantized": ((1, 1), (4, 1))}
-"""Up to so many rows × heads a program takes the first number of heads, else the second. It is one warp: the many sums
+NATIVE = (16, 8)
+"""Heads and warps of a program that stores them as they are."""
+FEW, QUANTIZED = 1024, ((1, 1), (4, 1))
+"""Heads and warps of one that stores codes, for up to so many rows × heads and for more. It is one warp: the many sums
 of two, and the largest of a group, need no barrier then. Few rows are spread over the device's cores; of many rows, to
 start more programs takes longer than what they do (`benchmarks/results/rope_h200.json`)."""
 
@@ -89,7 +91,7 @@ def rope_write(
     if not all(x.stride(-1) == 1 for x in (qkv, cos, sin)) or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError("the last dimension of qkv, cos and sin and the whole of the pages must be dense")
     q = torch.empty(n, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    per_program, warps = PROGRAMS["native" if isinstance(k_pages, torch.Tensor) else "quantized"][n * heads > FEW]
+    per_program, warps = NATIVE if isinstance(k_pages, torch.Tensor) else QUANTIZED[n * heads > FEW]
     spread = spread_size(dim) if spreads(k_pages) else 0
     _rope_write_kernel[(n, triton.cdiv(heads, per_program))](
         qkv, cos, sin, q, pointers(k_pages), pointers(v_pages), slot_mapping.contiguous(),
