@@ -15,6 +15,8 @@ from specdec.drafters.choices import Choice, as_choices
 from specdec.errors import ConfigError
 from specdec.verifier.tree import MAX_NODES
 
+TOKEN_IDS = "token_ids"
+"""The name of the draft vocabulary in a state_dict."""
 MAX_LAYERS = 16
 MAX_WIDTH = 16
 DEFAULT_WIDTHS = {"hydra": 2, "recurrent": 4}
@@ -133,7 +135,7 @@ class DraftHeads(nn.Module):
         super().__init__()
         self.config = config
         k, h, v = config.num_heads, config.hidden_size, config.num_columns
-        self.register_buffer("token_ids", None if config.draft_vocab is None else torch.arange(v, device=device))
+        self.register_buffer(TOKEN_IDS, None if config.draft_vocab is None else torch.arange(v, device=device))
         own = config.projection == "own"
         self.blocks = nn.ModuleList(ResidualBlocks(k, h, device, dtype) for _ in range(config.num_layers))
         self.projection = nn.Parameter(torch.zeros(k, v, h, device=device, dtype=dtype)) if own else None

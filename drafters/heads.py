@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.drafters.draft_heads import DraftHeads, HeadsConfig
+from specdec.drafters.draft_heads import TOKEN_IDS, DraftHeads, HeadsConfig
 from specdec.drafters.hydra_heads import HydraHeads
 from specdec.drafters.layouts import check_tensors, read_tensors
 from specdec.drafters.medusa_heads import MedusaHeads
@@ -50,7 +50,6 @@ FORMAT = "specdec-heads"
 KINDS: dict[str, type[Heads]] = {"medusa": MedusaHeads, "hydra": HydraHeads, "recurrent": RecurrentHeads}
 VERSION = 1
 CONFIG_FILE = "config.json"
-TOKEN_IDS = "token_ids"
 WEIGHTS_FILE = "heads.safetensors"
 
 _FINGERPRINT_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")

@@ -132,23 +132,29 @@ def medusa_weights(tensors: Mapping[str, Tensor], path: Path, shares_head: bool)
     return MedusaWeights(num_heads, num_layers, hidden_size, vocab_size, _stack(tensors, num_heads, num_layers))
 
 
-def medusa_names_of_vllm(tensors: Mapping[str, Tensor], path: Path, raw: Mapping[str, Any]) -> dict[str, Tensor]:
+def medusa_names_of_vllm(
+    tensors: Mapping[str, Tensor], path: Path, raw: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], Tensor | None]:
     """Give tensors of vLLM's Medusa layout the names of Medusa v1; "medusa_heads." may stand before them.
 
     `blocks.{k}.layers.{l}.*` becomes `{k}.{l}.linear.*`, `lm_heads.{k}.weight` the projection of head k; with
     "original_lm_head" the only `lm_heads.0.weight` is that of all heads. Biases are zero without "medusa_fc_bias".
+    Heads of a "truncated_vocab_size" score the tokens of `token_map`, in any order; their projections may still hold
+    rows for all tokens.
 
     Args:
         tensors: the file's tensors.
         path: the file, for the messages.
         raw: its config.json.
 
+    Returns:
+        The tensors, and the draft vocabulary, [D] int64 ascending, or None; projections have its rows in that order.
+
     Raises:
-        CheckpointError: the heads score part of the vocabulary, which can't be read.
+        CheckpointError: the draft vocabulary doesn't fit the config or the projections.
     """
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
-    if raw.get("truncated_vocab_size") not in (None, raw.get("vocab_size")) or "token_map" in tensors:
-        raise CheckpointError(f"{path}: scores {raw.get('truncated_vocab_size')} mapped tokens; that can't be read")
+    token_map = _token_map(tensors.pop("token_map", None), path, raw)
     blocks = {name: match for name in tensors if (match := _VLLM_BLOCK.fullmatch(name))}
     num_layers = 1 + max((int(match[2]) for match in blocks.values()), default=0)
     num_heads = 1 + max((int(match[1]) for match in blocks.values()), default=0)
@@ -162,10 +168,37 @@ def medusa_names_of_vllm(tensors: Mapping[str, Tensor], path: Path, raw: Mapping
                 renamed.setdefault(f"{match[1]}.{match[2]}.linear.bias", tensor.new_zeros(tensor.shape[:1]))
         elif match := _VLLM_HEAD.fullmatch(name):
             heads = range(num_heads) if raw.get("original_lm_head") and match[1] == "0" else (match[1],)
+            if token_map is not None:
+                tensor = _rows_of_draft_vocab(name, tensor, token_map, path, raw)
             renamed |= {f"{k}.{num_layers}.weight": tensor for k in heads}
         else:
             renamed[name] = tensor
-    return renamed
+    return renamed, None if token_map is None else token_map.sort().values
+
+
+def _token_map(ids: Tensor | None, path: Path, raw: Mapping[str, Any]) -> Tensor | None:
+    """Check the ids of vLLM's columns, [D]; as there, they count only where the config says that there are fewer."""
+    size, vocab_size = raw.get("truncated_vocab_size"), raw.get("vocab_size")
+    if size in (None, vocab_size):
+        return None
+    if type(size) is not int or type(vocab_size) is not int or not 0 < size < vocab_size:
+        raise CheckpointError(f"{path}: its config.json has truncated_vocab_size {size!r} of vocab_size {vocab_size!r}")
+    fits = ids is not None and not ids.is_floating_point() and ids.shape == (size,) and len(set(ids.tolist())) == size
+    if not fits or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:  # type: ignore[union-attr]
+        raise CheckpointError(
+            f"{path}: token_map must be {size} different ids of {vocab_size} tokens, as its config.json says "
+            "(truncated_vocab_size); export the heads again"
+        )
+    return ids.long()  # type: ignore[union-attr]
+
+
+def _rows_of_draft_vocab(name: str, weight: Tensor, ids: Tensor, path: Path, raw: Mapping[str, Any]) -> Tensor:
+    """The rows of ids, ascending, of a projection whose rows are those of `ids` as they stand, or of all tokens."""
+    if len(weight) == raw["vocab_size"]:
+        return weight[ids.sort().values]
+    if len(weight) != len(ids):
+        raise CheckpointError(f"{path}: {name} has {len(weight)} rows for {len(ids)} mapped tokens; export it again")
+    return weight[ids.argsort()]
 
 
 def _stack(tensors: Mapping[str, Tensor], num_heads: int, num_layers: int) -> dict[str, Tensor]:

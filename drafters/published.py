@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specdec.drafters.draft_heads import HeadsConfig
+from specdec.drafters.draft_heads import TOKEN_IDS, HeadsConfig
 from specdec.drafters.hydra_layout import PUBLISHED_WIDTH, check_architecture, hydra_weights
 from specdec.drafters.layouts import medusa_names_of_vllm, medusa_weights, read_tensors
 from specdec.drafters.protocol import DraftTarget
@@ -69,9 +69,9 @@ def read_published(
 
 
 def _read_medusa(path: Path, raw: dict[str, Any], target: DraftTarget | None, allow_pickle: bool) -> Read:
-    tensors = read_tensors(path, allow_pickle)[0]
+    tensors, token_ids = read_tensors(path, allow_pickle)[0], None
     if is_vllm(raw):
-        tensors = medusa_names_of_vllm(tensors, path, raw)
+        tensors, token_ids = medusa_names_of_vllm(tensors, path, raw)
     weights = medusa_weights(tensors, path, shares_head=str(raw.get("version")) == "2")
     vocab_size = weights.vocab_size
     if vocab_size is None:
@@ -82,10 +82,11 @@ def _read_medusa(path: Path, raw: dict[str, Any], target: DraftTarget | None, al
         num_heads=weights.num_heads,
         num_layers=weights.num_layers,
         hidden_size=weights.hidden_size,
-        vocab_size=vocab_size,
+        vocab_size=vocab_size if token_ids is None else raw["vocab_size"],
         projection="shared" if weights.vocab_size is None else "own",
+        draft_vocab=None if token_ids is None else len(token_ids),
     )
-    return config, weights.state
+    return config, weights.state if token_ids is None else weights.state | {TOKEN_IDS: token_ids}
 
 
 def _read_hydra(

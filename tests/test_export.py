@@ -56,17 +56,23 @@ def heads_of(base: LlamaForCausalLM, projection: Any = "own", num_layers: int = 
         ("medusa-v2", "shared", 1),
         ("vllm", "own", 2),
         ("vllm", "shared", 1),
+        ("vllm of 5", "own", 2),
+        ("vllm of 5", "shared", 1),
     ],
 )
 def test_what_is_read_back_scores_the_same(
     tmp_path: Path, base: LlamaForCausalLM, layout: str, projection: str, num_layers: int
 ) -> None:
-    heads = heads_of(base, projection, num_layers)
+    layout, _, size = layout.partition(" of ")
+    heads = heads_of(base, projection, num_layers, draft_vocab=int(size) if size else None)
+    if heads.token_ids is not None:
+        heads.token_ids.copy_(torch.tensor([2, 3, 50, 60, 96]))
     export_heads(heads, tmp_path / "out", layout, base)
     target = target_of(base)
     again = load_heads(tmp_path / "out", target)
-    hidden = torch.randn(5, target.hidden_size)
-    torch.testing.assert_close(again(hidden, target.lm_head), heads(hidden, target.lm_head))
+    hidden, head = torch.randn(5, target.hidden_size), target.head_for(heads.token_ids)
+    torch.testing.assert_close(again(hidden, head), heads(hidden, head))
+    assert again.token_ids is heads.token_ids or torch.equal(again.token_ids, heads.token_ids)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -115,7 +121,48 @@ def test_vllm_heads_without_biases_or_with_a_token_map(tmp_path: Path, base: Lla
     save_file({f"medusa_heads.{name}": t for name, t in load_file(file).items()}, file)  # vLLM reads these names too
     assert torch.equal(load_heads(tmp_path / "out").blocks[0].weight, heads.blocks[0].weight)  # type: ignore[arg-type]
     config.write_text(json.dumps(raw | {"truncated_vocab_size": 5}))
-    with pytest.raises(CheckpointError, match="5 mapped tokens"):
+    with pytest.raises(CheckpointError, match="token_map must be 5 different ids of 97 tokens"):
+        load_heads(tmp_path / "out")
+
+
+@pytest.mark.parametrize("rows", ["mapped", "all"])
+def test_vllm_maps_tokens_in_any_order(tmp_path: Path, base: LlamaForCausalLM, rows: str) -> None:
+    heads, ids = heads_of(base), [96, 3, 50, 8]
+    export_heads(heads, tmp_path / "out", "vllm")
+    file, config = tmp_path / "out" / "model.safetensors", tmp_path / "out" / "config.json"
+    tensors, raw = load_file(file), json.loads(config.read_text())
+    if rows == "mapped":
+        tensors |= {name: t[ids].contiguous() for name, t in tensors.items() if name.startswith("lm_heads")}
+    save_file(tensors | {"token_map": torch.tensor(ids, dtype=torch.int32)}, file)
+    config.write_text(json.dumps(raw | {"truncated_vocab_size": 4}))
+    again = load_heads(tmp_path / "out")
+    assert (again.config.vocab_size, again.config.draft_vocab) == (97, 4)
+    assert again.token_ids.tolist() == sorted(ids)  # type: ignore[union-attr]
+    want = heads.projection[:, sorted(ids)]  # type: ignore[index]
+    assert torch.equal(again.projection, want)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ids", "changes", "match"),
+    [
+        ([1, 2, 2], {"truncated_vocab_size": 3}, "3 different ids of 97"),
+        ([1, 2, 97], {"truncated_vocab_size": 3}, "3 different ids of 97"),
+        ([1, 2], {"truncated_vocab_size": 3}, "3 different ids of 97"),
+        ([0.0, 1.0, 2.0], {"truncated_vocab_size": 3}, "3 different ids of 97"),
+        ([0, 1, 2], {"truncated_vocab_size": 3, "vocab_size": 50}, "lm_heads.0.weight has 97 rows for 3 mapped"),
+        ([0, 1, 2], {"truncated_vocab_size": "3"}, "truncated_vocab_size '3' of vocab_size 97"),
+        ([0, 1, 2], {"truncated_vocab_size": 98}, "truncated_vocab_size 98 of vocab_size 97"),
+    ],
+    ids=str,
+)
+def test_maps_that_do_not_fit_are_refused(
+    tmp_path: Path, base: LlamaForCausalLM, ids: list[Any], changes: dict[str, Any], match: str
+) -> None:
+    export_heads(heads_of(base), tmp_path / "out", "vllm")
+    file, config = tmp_path / "out" / "model.safetensors", tmp_path / "out" / "config.json"
+    save_file(load_file(file) | {"token_map": torch.tensor(ids)}, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=match):
         load_heads(tmp_path / "out")
 
 

@@ -1,0 +1,102 @@
+"""Launches the kernels whose threads share memory, at few sizes each, for compute-sanitizer.
+
+    compute-sanitizer --tool racecheck --kernel-name kns=_kernel --kernel-name-exclude kns=_ZN \\
+        python -m tests.sanitize native products
+
+The tool takes long to read each kernel that it meets: for those that the tests launch, hours. It also checks torch's
+unless they are left out, as here by how C++ names functions.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+
+from specdec.kernels.gpu import attention
+from specdec.kernels.gpu.attention import tree_attention
+from specdec.kernels.gpu.hopper import HopperKernel
+from specdec.kernels.gpu.linear import gated_linear, linear, tile_of
+from specdec.kernels.gpu.online import NUM_SMALL
+from specdec.verifier.tree import chain_parents
+from tests.kernels import DEVICE
+from tests.test_attention import build
+from tests.test_direct import SCALE, WAYS, make_batch
+
+CONTEXTS = [2300, 200, 63, 0]
+"""Of small splits and a large one, of tiles that are whole and of others, and of none."""
+
+
+def native() -> None:
+    """Attention over native pages in Gluon."""
+    for name, nodes in (("narrow", 3), ("native", 13), ("native", 37)):
+        for first in (1, NUM_SMALL):
+            _attend(("native", 128, 16, 2, nodes), WAYS[name], first)
+
+
+def codes() -> None:
+    """Attention over codes in Gluon."""
+    for kind, group in (("int8", 64), ("fp8", None), ("int4", 64)):
+        for name, nodes in (("single", 3), ("direct", 3), ("wide", 13)):
+            for first in (1, NUM_SMALL) if name == "wide" else (1,):
+                _attend((kind, group, 16, 2, nodes), WAYS[name], first)
+
+
+def shared() -> None:
+    """Attention in Triton, over pages of each kind: trees, chains, and prompts beside trees."""
+    for kind, group in (("native", 128), ("int8", 64), ("fp8", None), ("int4", 64)):
+        for nodes in (3, 13):
+            for first in (1, NUM_SMALL):
+                _attend((kind, group, 16, 2, nodes), None, first)
+    meta, _ = build([(3, 140, [-1, 0, 0]), (70, 0, chain_parents(5))], device=DEVICE)
+    pages = torch.randn(2, int(meta.block_table.max()) + 1, meta.block_size, 2, 128, device=DEVICE).half()
+    q = torch.randn(meta.cu_seqlens_q[-1], 8, 128, device=DEVICE).half()
+    tree_attention(q, pages[0], pages[1], meta, scale=SCALE)
+
+
+def products() -> None:
+    """Products, by the tiles of a large model and of a small one."""
+    for rows in (1, 16, 64, 512):
+        for out, k in ((4096, 4096), (6144, 4096), (65536, 4096), (576, 576)):
+            x, w = (torch.randn(n, k, device=DEVICE).half() for n in (rows, 512))
+            linear(x, w, tile=tile_of(rows, out, k))
+            gated_linear(x, w, None, "silu", tile=tile_of(rows, out, k, 2))
+
+
+GROUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (native, codes, shared, products)}
+
+
+def _attend(shape: tuple[str, int | None, int, int, int], way: HopperKernel | None, first: int) -> None:
+    """Attend chains and trees of a shape of `tests/test_direct.py`; `first` small splits are one program's."""
+    for chains in (True, False):
+        batch = make_batch(shape, CONTEXTS, chains=chains)
+        with _by(way, first):
+            tree_attention(batch.q, *batch.pages, batch.work, scale=SCALE)
+
+
+@contextmanager
+def _by(way: HopperKernel | None, first: int) -> Iterator[None]:
+    """Let a kernel read the contexts, or, if it is None, those in Triton."""
+    with ExitStack() as stack:
+        for kernel in WAYS.values():
+            stack.enter_context(patch.object(kernel, "takes", lambda *args, taken=kernel is way: taken))
+            stack.enter_context(patch.object(kernel, "first", lambda *args: first))
+        stack.enter_context(patch.object(attention, "_first_part", lambda *args: first))
+        yield
+
+
+def main(names: list[str]) -> None:
+    """Launch groups of kernels; all of them if none is named."""
+    torch.manual_seed(0)
+    for name in names or GROUPS:
+        start = time.perf_counter()
+        GROUPS[name]()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        print(f"{name}: launched in {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
