@@ -25,10 +25,12 @@ VARIANTS: dict[str, set[str]] = {}
 
 
 class _Driver:
-    """A GPU of compute capability 9.0."""
+    """A GPU of compute capability 9.0, or of another one."""
+
+    capability = 90
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -54,10 +56,17 @@ driver.set_active(_Driver())
 JITFunction.run = _compile
 
 
-def multiply(out: int, k: int, *, gated: bool = False) -> None:
-    """Compile the product of a lone row with a bf16 matrix [out, k], or with two, as a captured step has it."""
-    linear.overlap = lambda device: {"PDL": True, "launch_pdl": True}
-    x, w = torch.zeros(1, k, dtype=torch.bfloat16), torch.zeros(out * (1 + gated), k, dtype=torch.bfloat16)
+def pretend(capability: int, room: int) -> None:
+    """Compile for another GPU from now on, whose programs may take so many bytes of shared memory."""
+    _Driver.capability = capability
+    linear.shared_memory = lambda device: room
+
+
+def multiply(out: int, k: int, *, rows: int = 1, gated: bool = False) -> None:
+    """Compile the product of so many rows with a bf16 matrix [out, k], or with two, as a captured step has it."""
+    early = _Driver.capability >= 90
+    linear.overlap = lambda device: {"PDL": early, "launch_pdl": early}
+    x, w = torch.zeros(rows, k, dtype=torch.bfloat16), torch.zeros(out * (1 + gated), k, dtype=torch.bfloat16)
     if gated:
         linear.gated_linear(x, w, None, "silu")
     else:

@@ -8,6 +8,7 @@ from specdec.kernels.activation import act_mul
 from specdec.kernels.gpu import fast
 from specdec.kernels.gpu.linear import _MANY_ROWS, HALF_BUSY, Tile, gated_linear, linear, tile_of
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
+from tests.test_formats import on_hopper
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
 SHAPES = [(1, 48, 64), (7, 100, 72), (16, 33, 128), (33, 64, 200), (150, 40, 64)]
@@ -95,9 +96,31 @@ def test_every_tile_fits_the_shared_memory(num_weights: int, itemsize: int) -> N
     for out, k in [(960, 576), (49152, 576), (4096, 1536), (4096, 4096), (14336, 4096), (128256, 4096)]:
         for n in (1, 16, 64, 128, 512, 4096):
             t = tile_of(n, out, k, num_weights, itemsize)
-            assert (t.rows + t.out * num_weights) * t.k * t.stages * itemsize <= 227 << 10, (
-                f"{n} rows, [{out}, {k}]: {t}"
-            )
+            assert t.num_bytes(num_weights, itemsize) <= 227 << 10, f"{n} rows, [{out}, {k}]: {t}"
+            for room in (64 << 10, 99 << 10, 163 << 10, 227 << 10):
+                smaller = t.fitting(room, num_weights, itemsize)
+                assert smaller.num_bytes(num_weights, itemsize) <= room and (smaller.rows, smaller.out) == (
+                    t.rows,
+                    t.out,
+                )
+            assert smaller == t, "of the last of these are the tiles made"
+
+
+def test_products_fit_the_shared_memory_of_other_gpus() -> None:
+    """As they are compiled, for compute capabilities 8.9 and 8.0."""
+    needed = on_hopper("""
+from tests.hopper import COMPILED, multiply, pretend
+for capability, room in (89, 99 << 10), (80, 163 << 10):
+    pretend(capability, room)
+    for rows in 1, 16, 64, 128:
+        multiply(4096, 4096, rows=rows)
+        multiply(14336, 4096, rows=rows, gated=True)
+    print(room, *(made["shared"] for _, made in COMPILED), sep=", ")
+    COMPILED.clear()
+""")
+    assert [len(sizes) for sizes in needed] == [9, 9]
+    for room, *sizes in needed:
+        assert room // 2 < max(sizes) <= room
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter's products are a BLAS library's, whose bits depend on the size")

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.candidates import check_sizes
-from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.launch import overlap, shared_memory, wait_for_inputs
 from specdec.kernels.gpu.linear import Tile, tile_at
 from specdec.kernels.gpu.sample import noise_at
 from specdec.kernels.sample import MIN_TEMPERATURE
@@ -141,7 +141,8 @@ def candidates(
     (num_sequences, num_paths, size), num_ranks = states.shape, out.shape[2]
     num_rows, num_columns = num_sequences * num_paths, len(weight)
     mapped, early = token_ids is not None, overlap(states.device)
-    t = tile or _tile(num_rows, num_columns, states.element_size())
+    itemsize = states.element_size()
+    t = tile or _tile(num_rows, num_columns, itemsize).fitting(shared_memory(states.device), 1, itemsize)
     num_blocks = triton.cdiv(num_columns, t.out)
     keys = torch.empty(num_rows, num_blocks * num_ranks, dtype=torch.int64, device=states.device)
     _block_kernel[(triton.cdiv(num_rows, t.rows) * num_blocks,)](

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 
 @triton.jit
@@ -35,6 +36,15 @@ def prefetch(at, PDL: tl.constexpr):
 def on_hopper(device: torch.device) -> bool:
     """Return whether kernels that use what Hopper GPUs alone have can run there."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory a program may take; where kernels are interpreted, more than any takes."""
+    if device.type != "cuda":
+        return 1 << 30
+    most: int = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return most
 
 
 @cache

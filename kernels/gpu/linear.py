@@ -13,7 +13,7 @@ import triton.language as tl
 
 from specdec.kernels.activation import ACTIVATIONS
 from specdec.kernels.gpu.activation import activate
-from specdec.kernels.gpu.launch import overlap, prefetch, wait_for_inputs
+from specdec.kernels.gpu.launch import overlap, prefetch, shared_memory, wait_for_inputs
 
 SMALL_BITS = tl.constexpr(8 * (16 << 20))
 """Bits of a matrix that takes little longer than its launch does, up to 16 MiB: its first lines are asked for while the
@@ -31,6 +31,21 @@ class Tile:
     k: int
     warps: int
     stages: int
+
+    def num_bytes(self, num_weights: int = 1, itemsize: int = 2) -> int:
+        """Bytes of shared memory that its loads in flight take at most."""
+        return (self.rows + self.out * num_weights) * self.k * self.stages * itemsize
+
+    def fitting(self, room: int, num_weights: int = 1, itemsize: int = 2) -> "Tile":
+        """The same with fewer loads in flight, and then smaller steps over k, as `room` bytes of shared memory need it.
+
+        A sum's bits depend on neither.
+        """
+        tile = self
+        while tile.num_bytes(num_weights, itemsize) > room and (tile.stages > 1 or tile.k > 16):
+            fewer = tile.stages > 3 or tile.k <= 16
+            tile = replace(tile, stages=tile.stages - 1) if fewer else replace(tile, k=tile.k // 2)
+        return tile
 
 
 _MANY_ROWS = {
@@ -196,7 +211,7 @@ def linear(
         x: [N, in]; rows may be strided, the last dimension is dense.
         weight: [out, in] contiguous, x's dtype: fp32, fp16 or bf16.
         bias: [out] or None.
-        tile: how to cut the product; None takes `tile_of`.
+        tile: how to cut the product; None takes `tile_of`, as it fits the device.
 
     Returns:
         [N, out], contiguous.
@@ -204,7 +219,8 @@ def linear(
     (out, k), n = weight.shape, len(x)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
     if n:
-        t = tile or tile_of(n, out, k, itemsize=x.element_size())
+        itemsize = x.element_size()
+        t = tile or tile_of(n, out, k, itemsize=itemsize).fitting(shared_memory(x.device), 1, itemsize)
         _linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None,
             t.rows, t.out, t.k, n == 1 and k % t.k == 0, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
@@ -230,7 +246,7 @@ def gated_linear(
         weight: [2 I, in] contiguous, the gate's rows first.
         bias: [2 I] or None.
         activation: one of `specdec.kernels.activation.ACTIVATIONS`.
-        tile: how to cut the product; None takes `tile_of`.
+        tile: how to cut the product; None takes `tile_of`, as it fits the device.
 
     Returns:
         [N, I], contiguous.
@@ -239,7 +255,8 @@ def gated_linear(
     out, k, n = len(weight) // 2, weight.shape[1], len(x)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
     if n:
-        t = tile or tile_of(n, out, k, 2, x.element_size())
+        itemsize = x.element_size()
+        t = tile or tile_of(n, out, k, 2, itemsize).fitting(shared_memory(x.device), 2, itemsize)
         _gated_linear_kernel[_grid(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None, activation,
             t.rows, t.out, t.k, n == 1 and k % t.k == 0, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
