@@ -8,6 +8,8 @@ import torch
 from specdec.kernels import activation, attention, commit, linear, norm, rope, spread, write
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT32_SHARED_MEMORY = 164_352
+"""Bytes of shared memory that a program of attention takes in fp32, with heads of 128 values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,28 @@ TORCH_OPS = Ops(
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = True) -> Ops:
-    """Return the ops for tensors of that kind: the Triton kernels on a GPU, the references elsewhere and in fp64.
+    """Return the ops for tensors of that kind: the Triton kernels where they can run, the references elsewhere.
 
     Args:
         device: where the tensors are.
         dtype: of weights and activations.
         deterministic: a row's bits don't depend on how many rows there are; else large products are the library's.
     """
-    if device.type != "cuda" or dtype not in TRITON_DTYPES:
-        return TORCH_OPS
-    return triton_ops(deterministic)
+    return triton_ops(deterministic) if why_not_triton(device, dtype) is None else TORCH_OPS
+
+
+def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return what the Triton kernels would need for tensors of that kind; None if they can run."""
+    if device.type != "cuda":
+        return "a GPU"
+    if dtype not in TRITON_DTYPES:
+        return f"one of {', '.join(str(x).removeprefix('torch.') for x in TRITON_DTYPES)}"
+    if dtype == torch.float32:
+        from specdec.kernels.gpu.launch import shared_memory
+
+        if shared_memory(device) < FLOAT32_SHARED_MEMORY:
+            return "float16 or bfloat16 on this GPU, whose programs have too little shared memory for float32"
+    return None
 
 
 def triton_ops(deterministic: bool = True) -> Ops:

@@ -43,7 +43,8 @@ def shared_memory(device: torch.device) -> int:
     """Return how many bytes of shared memory a program may take; where kernels are interpreted, more than any takes."""
     if device.type != "cuda":
         return 1 << 30
-    most: int = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    most: int = driver.active.utils.get_device_properties(index)["max_shared_mem"]
     return most
 
 

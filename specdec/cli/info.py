@@ -84,13 +84,12 @@ def _facts(model: str, device: str, dtype: str, config: "EngineConfig") -> dict[
 
 def _kernels(device: "torch.device", dtype: "torch.dtype", deterministic: bool) -> str:
     """Which ops the decoder would run by, and what that means for a token's bits."""
-    from specdec.kernels.ops import TORCH_OPS, TRITON_DTYPES, choose_ops
+    from specdec.kernels.ops import choose_ops, why_not_triton
 
-    ops = choose_ops(device, dtype, deterministic)
-    if ops is not TORCH_OPS:
+    ops, why = choose_ops(device, dtype, deterministic), why_not_triton(device, dtype)
+    if why is None:
         promise = "don't depend on its batch" if deterministic else "may depend on its batch"
         return f"{ops.name}: a token's bits {promise}"
-    why = "a GPU" if device.type != "cuda" else f"one of {', '.join(map(_short, TRITON_DTYPES))}"
     return f"{ops.name}: a token's last bits may depend on its batch; Triton's kernels need {why}"
 
 
@@ -110,7 +109,7 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     """Whether decode steps would be captured, and what that depends on besides the device."""
     from specdec.drafters.registry import DRAFTERS, drafts_on_device
     from specdec.engine.capturable import EAGER_PARAMETERS
-    from specdec.kernels.ops import TORCH_OPS, choose_ops
+    from specdec.kernels.ops import why_not_triton
     from specdec.models.families import FAMILIES
     from specdec.verifier.rules import RULES, CoupledRule
 
@@ -122,7 +121,7 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
     def names(of: dict[str, bool], captured: bool) -> str:
         return ", ".join(name for name, yes in of.items() if yes == captured)
 
-    able = choose_ops(device, dtype) is not TORCH_OPS
+    able = why_not_triton(device, dtype) is None
     return {
         "steps": "captured, where nothing below is eager" if able else "eager: captured steps need Triton's kernels",
         "captured": f"models {', '.join(FAMILIES)}; drafters {names(drafters, True)}; rule {names(rules, True)}",
