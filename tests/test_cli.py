@@ -125,10 +125,9 @@ def test_info_says_what_would_be_captured(invoke: Invoke, monkeypatch: pytest.Mo
     assert facts["kernels"].startswith("triton, not deterministic: ") and "--no-deterministic" in facts["cost table"]
     facts = json.loads(invoke("info", "--json", "--dtype", "float64").stdout)
     assert "need one of float32, float16, bfloat16" in facts["kernels"] and facts["steps"].startswith("eager: ")
-    for room, what in ((99 << 10, "torch: "), (227 << 10, "triton: ")):
+    for room, what in ((99 << 10, "float16 or bfloat16 on this GPU"), (227 << 10, "don't depend on its batch")):
         monkeypatch.setattr("specdec.kernels.gpu.launch.shared_memory", lambda device, room=room: room)
-        facts = json.loads(invoke("info", "--json", "--dtype", "float32").stdout)
-        assert facts["kernels"].startswith(what) and ("need float16 or bfloat16" in facts["kernels"]) == (what == "torch: ")
+        assert what in json.loads(invoke("info", "--json", "--dtype", "float32").stdout)["kernels"]
     assert json.loads(invoke("info", "--json", "--device", "cpu").stdout)["device"] == "cpu (as asked for)"
 
 
