@@ -107,18 +107,18 @@ def test_every_tile_fits_the_shared_memory(num_weights: int, itemsize: int) -> N
 
 
 def test_products_fit_the_shared_memory_of_other_gpus() -> None:
-    """As they are compiled, for compute capabilities 8.9 and 8.0."""
+    """As they are compiled, for Ampere, Ada and both kinds of Blackwell."""
     needed = on_hopper("""
 from tests.hopper import COMPILED, multiply, pretend
-for capability, room in (89, 99 << 10), (80, 163 << 10):
+for capability, room in (80, 163 << 10), (89, 99 << 10), (100, 227 << 10), (120, 99 << 10):
     pretend(capability, room)
-    for rows in 1, 16, 64, 128:
+    for rows in 16, 64:
         multiply(4096, 4096, rows=rows)
         multiply(14336, 4096, rows=rows, gated=True)
     print(room, *(made["shared"] for _, made in COMPILED), sep=", ")
     COMPILED.clear()
 """)
-    assert [len(sizes) for sizes in needed] == [9, 9]
+    assert [len(sizes) for sizes in needed] == [5] * 4
     for room, *sizes in needed:
         assert room // 2 < max(sizes) <= room
 
