@@ -18,8 +18,8 @@ from specdec.kernels.gpu import attention, linear
 from specdec.kernels.work import uniform_work
 
 COMPILED: list[tuple[str, dict[str, Any]]] = []
-"""Name of each kernel that was launched, and what was made of it: "ttir" (none in Gluon), "ttgir", "ptx", "cubin"; and
-"shared", the bytes of shared memory that a program takes."""
+"""Name of each kernel that was launched, and what was made of it: "ttir" (none in Gluon), "ttgir", "ptx", "cubin";
+"shared", the bytes of shared memory that a program takes; and "capability", what it was made for."""
 VARIANTS: dict[str, set[str]] = {}
 """By file and name of each kernel that was launched, the specializations that were compiled."""
 
@@ -47,7 +47,8 @@ _launch = JITFunction.run
 
 def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     compiled = _launch(kernel, *args, grid=grid, warmup=True, **options)
-    COMPILED.append((kernel.__name__, {**compiled.asm, "shared": compiled.metadata.shared}))
+    shared, capability = compiled.metadata.shared, compiled.metadata.target.arch
+    COMPILED.append((kernel.__name__, {**compiled.asm, "shared": shared, "capability": capability}))
     VARIANTS.setdefault(f"{kernel.fn.__module__.split('.')[-1]}.{kernel.__name__}", set()).add(compiled.hash)
     return compiled
 
@@ -57,9 +58,11 @@ JITFunction.run = _compile
 
 
 def pretend(capability: int, room: int) -> None:
-    """Compile for another GPU from now on, whose programs may take so many bytes of shared memory."""
+    """Compile products for another GPU from now on, whose programs may take so many bytes of shared memory."""
     _Driver.capability = capability
     linear.shared_memory = lambda device: room
+    for kernel in (linear._linear_kernel, linear._gated_linear_kernel):
+        kernel.device_caches.clear()  # which remember the GPU that they were first compiled for
 
 
 def multiply(out: int, k: int, *, rows: int = 1, gated: bool = False) -> None:

@@ -115,6 +115,7 @@ for capability, room in (80, 163 << 10), (89, 99 << 10), (100, 227 << 10), (120,
     for rows in 16, 64:
         multiply(4096, 4096, rows=rows)
         multiply(14336, 4096, rows=rows, gated=True)
+    assert all(made["capability"] == capability for _, made in COMPILED)
     print(room, *(made["shared"] for _, made in COMPILED), sep=", ")
     COMPILED.clear()
 """)
