@@ -217,11 +217,7 @@ def _tiles_beside(tile: Tile, num_weights: int) -> list[Tile]:
         for n in (getattr(tile, name) * 2, getattr(tile, name) // 2)
     ]
     stages = [replace(tile, stages=tile.stages + more) for more in (-2, -1, 1, 2)]
-    return [
-        t
-        for t in (*sizes, *stages)
-        if t.out >= 16 and t.stages >= 2 and (t.rows + t.out * num_weights) * t.k * 2 * t.stages <= 225_000
-    ]
+    return [t for t in (*sizes, *stages) if t.out >= 16 and t.stages >= 2 and t.num_bytes(num_weights) <= 225_000]
 
 
 @main.command()

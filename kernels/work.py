@@ -91,7 +91,7 @@ def make_work(
     flat = torch.tensor([*context_lens, *chain(*parts)], dtype=torch.int32, device=positions.device)
     blocks = chunk_block, tree_block
     work = assemble(flat, ends, block_table.to(torch.int32), positions, ancestors, blocks, max(context_lens))
-    if len(work.tree_rows) == len(num_nodes) == len(positions) and max(num_nodes) == 1:
+    if set(num_nodes) == {1} and not any(num_causal):
         return replace(work, nodes_per_sequence=1, chains=True)
     return work
 

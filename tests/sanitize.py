@@ -3,8 +3,8 @@
     compute-sanitizer --tool racecheck --kernel-name kns=_kernel --kernel-name-exclude kns=_ZN \\
         python -m tests.sanitize native products
 
-The tool takes long to read each kernel that it meets: for those that the tests launch, hours. It also checks torch's
-unless they are left out, as here by how C++ names functions.
+The tool takes long to read each kernel that it meets, and the tests launch very many. It also checks torch's unless
+they are left out, as here by how C++ names functions.
 """
 
 import sys

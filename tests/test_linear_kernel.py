@@ -99,10 +99,8 @@ def test_every_tile_fits_the_shared_memory(num_weights: int, itemsize: int) -> N
             assert t.num_bytes(num_weights, itemsize) <= 227 << 10, f"{n} rows, [{out}, {k}]: {t}"
             for room in (64 << 10, 99 << 10, 163 << 10, 227 << 10):
                 smaller = t.fitting(room, num_weights, itemsize)
-                assert smaller.num_bytes(num_weights, itemsize) <= room and (smaller.rows, smaller.out) == (
-                    t.rows,
-                    t.out,
-                )
+                assert smaller.num_bytes(num_weights, itemsize) <= room
+                assert (smaller.rows, smaller.out) == (t.rows, t.out)
             assert smaller == t, "of the last of these are the tiles made"
 
 
