@@ -36,7 +36,7 @@ from specdec.engine.device import Bucket, DeviceStep
 from specdec.engine.state import DeviceState
 from specdec.kernels.gpu.candidates import candidates
 from specdec.kernels.gpu.cell import cell
-from specdec.kernels.gpu.linear import Tile
+from specdec.kernels.gpu.tiles import Tile
 from specdec.models.decoder import Decoder
 
 Op = Callable[[Tile | None], object]

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from operator import itemgetter
@@ -28,7 +28,7 @@ from specdec import LLM, SamplingParams
 from specdec.cli.demo_prompts import PROMPTS
 from specdec.engine.measure import NUM_NODES, CapturedStep, Grid, measure
 from specdec.kernels.gpu import linear
-from specdec.kernels.gpu.linear import Tile, tile_of
+from specdec.kernels.gpu.tiles import Tile, tile_of
 from specdec.models.batch import Rows, pack_rows
 from specdec.models.decoder import Decoder
 from specdec.verifier.tree import MAX_NODES, TokenTree
@@ -170,20 +170,19 @@ def tiles(layers: int, counts: str, context: int, path: str | None) -> None:
         target, rows = make_llm(open_model("8b"), drafter="ngram").engine.model, []
     assert isinstance(target, Decoder)
     for num_nodes in map(int, counts.split(",")):
-        grid, calls = Grid((1,), (num_nodes,), (context,)), Counter[Product]()
-        _step_us(target, grid, calls=calls)
-        for product, count in calls.items():
-            chosen = tile_of(num_nodes, *product)
+        grid, chosen = Grid((1,), (num_nodes,), (context,)), defaultdict[Product, list[Tile]](list)
+        _step_us(target, grid, chosen=chosen)
+        for product, found in chosen.items():
             row = {"nodes": num_nodes, "out": product[0], "k": product[1], "weights": product[2]}
-            share = min(calls.values()) / count  # a step has one of the rarest
+            share = min(map(len, chosen.values())) / len(found)  # a step has one of the rarest
             slower = {
                 str(astuple(tile)): round((_step_us(target, grid, product, tile) - _step_us(target, grid)) * share, 2)
-                for tile in _tiles_beside(chosen, product[2])
+                for tile in _tiles_beside(found[0], product, num_nodes)
             }
             slower = dict(sorted(slower.items(), key=itemgetter(1)))
-            rows.append(row | {"chosen": str(astuple(chosen)), "slower_by_us": slower})
+            rows.append(row | {"chosen": str(astuple(found[0])), "slower_by_us": slower})
             click.echo(str(rows[-1]))
-    write(path, {"layers": layers, "context": context, "tile": "rows, out, k, warps, stages", "rows": rows})
+    write(path, {"layers": layers, "context": context, "tile": "rows, out, k, warps, stages, by TMA", "rows": rows})
 
 
 Product = tuple[int, int, int]
@@ -195,29 +194,38 @@ def _step_us(
     grid: Grid,
     product: Product | None = None,
     tile: Tile | None = None,
-    calls: Counter[Product] | None = None,
+    chosen: dict[Product, list[Tile]] | None = None,
 ) -> float:
-    """Microseconds of the captured step that is the grid; one product may be cut by another tile. Counts products."""
+    """Microseconds of the captured step that is the grid; one product may be cut by another tile. Notes tiles."""
 
-    def choose(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int = 2) -> Tile:
-        if calls is not None:
-            calls[out, k, num_weights] += 1
-        other = tile if product == (out, k, num_weights) else None
-        return other or tile_of(num_rows, out, k, num_weights, itemsize)
+    def choose(num_rows: int, out: int, k: int, num_weights: int, itemsize: int, tma: bool) -> Tile:
+        own = tile_of(num_rows, out, k, num_weights, itemsize, tma)
+        if chosen is not None:
+            chosen[out, k, num_weights].append(own)
+        return tile if tile is not None and product == (out, k, num_weights) else own
 
     with patch.object(linear, "tile_of", choose):
         return measure(CapturedStep(target, grid), grid, repeats=25, warmup=4)[0][0][0] * 1e6
 
 
-def _tiles_beside(tile: Tile, num_weights: int) -> list[Tile]:
-    """Tiles that differ in one size, twice as much or half, or in one or two stages, and fit in shared memory."""
+def _tiles_beside(tile: Tile, product: Product, num_rows: int) -> list[Tile]:
+    """Tiles that differ in one size, twice as much or half, or in one or two stages, and fit in shared memory.
+
+    And the one whose operands are loaded in the other way.
+    """
     sizes = [
         replace(tile, **{name: n})
         for name in ("out", "k", "warps")
         for n in (getattr(tile, name) * 2, getattr(tile, name) // 2)
     ]
     stages = [replace(tile, stages=tile.stages + more) for more in (-2, -1, 1, 2)]
-    return [t for t in (*sizes, *stages) if t.out >= 16 and t.stages >= 2 and t.num_bytes(num_weights) <= 225_000]
+    most = 256 if tile.tma else 1 << 30  # of a box
+    fitting = [
+        t
+        for t in (*sizes, *stages)
+        if 16 <= t.out <= most and t.k <= most and t.stages >= 2 and t.num_bytes(product[2]) <= 225_000
+    ]
+    return [*fitting, *{tile_of(num_rows, *product, tma=not tile.tma)} - {tile}]
 
 
 @main.command()

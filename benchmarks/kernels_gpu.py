@@ -37,9 +37,10 @@ from specdec.kernels.gpu import rope as gpu_rope
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.hopper import HopperKernel
-from specdec.kernels.gpu.linear import Tile, gated_linear, linear, tile_of
+from specdec.kernels.gpu.linear import gated_linear, linear
 from specdec.kernels.gpu.rope import rope_write
 from specdec.kernels.gpu.single import SINGLE
+from specdec.kernels.gpu.tiles import Tile
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import AttentionWork, uniform_work
 
@@ -153,8 +154,7 @@ def products(path: str | None, rows: str, only: str, search: bool) -> None:
 
                 row: dict[str, object] = {"model": model, "product": name, "rows": n}
                 row["cublas"] = round(timed([lambda w=w, x=x: F.linear(x, w) for w in use]), 2)
-                chosen = tile_of(n, out // (2 if gated else 1), k, 2 if gated else 1)
-                row["ours"] = round(timed([lambda w=w, o=ours, c=chosen: o(c, w) for w in use]), 2)
+                row["ours"] = round(timed([lambda w=w, o=ours: o(None, w) for w in use]), 2)
                 if n == 1:
                     call = (
                         (lambda w, x=x: fast.gated_linear(x, w, None, "silu"))

@@ -18,7 +18,9 @@ import torch
 from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.hopper import HopperKernel
-from specdec.kernels.gpu.linear import gated_linear, linear, tile_of
+from specdec.kernels.gpu.linear import gated_linear, linear
+from specdec.kernels.gpu.tiles import tile_of
+from specdec.kernels.gpu.tma import takes_tma
 from specdec.kernels.gpu.online import NUM_SMALL
 from specdec.verifier.tree import chain_parents
 from tests.kernels import DEVICE
@@ -58,11 +60,12 @@ def shared() -> None:
 
 def products() -> None:
     """Products, by the tiles of a large model and of a small one."""
-    for rows in (1, 16, 64, 512):
+    for rows in (1, 16, 32, 64, 512):
         for out, k in ((4096, 4096), (6144, 4096), (65536, 4096), (576, 576)):
             x, w = (torch.randn(n, k, device=DEVICE).half() for n in (rows, 512))
-            linear(x, w, tile=tile_of(rows, out, k))
-            gated_linear(x, w, None, "silu", tile=tile_of(rows, out, k, 2))
+            for tma in {False, takes_tma(x, w)}:
+                linear(x, w, tile=tile_of(rows, out, k, tma=tma))
+                gated_linear(x, w, None, "silu", tile=tile_of(rows, out, k, 2, tma=tma))
 
 
 GROUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (native, codes, shared, products)}

@@ -6,7 +6,10 @@ import torch
 from specdec.kernels import linear as reference
 from specdec.kernels.activation import act_mul
 from specdec.kernels.gpu import fast
-from specdec.kernels.gpu.linear import _MANY_ROWS, HALF_BUSY, Tile, gated_linear, linear, tile_of
+from specdec.kernels.gpu.launch import on_hopper as can_run
+from specdec.kernels.gpu.linear import gated_linear, linear
+from specdec.kernels.gpu.tiles import _MANY_ROWS, _TMA_TILES, HALF_BUSY, TMA_PROGRAMS, Tile, tile_of
+from specdec.kernels.gpu.tma import takes_tma
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 from tests.test_formats import on_hopper
 
@@ -27,6 +30,22 @@ def test_products(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     x, w, bias = random(n, k, dtype=dtype), random(out, k, dtype=dtype) / k**0.5, random(out, dtype=dtype)
     assert_close(linear(x, w), x.double() @ w.double().T)
     assert_close(linear(x, w, bias), x.double() @ w.double().T + bias.double())
+
+
+@pytest.mark.skipif(ON_GPU and not can_run(torch.device(DEVICE)), reason="made for Hopper GPUs")
+@pytest.mark.parametrize("tile", [Tile(16, 64, 64, 4, 3, tma=True), Tile(64, 32, 64, 4, 3, tma=True)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 100, 72), (16, 33, 128), (33, 64, 200), (70, 130, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.itemsize == 2], ids=str)
+def test_products_by_tma(dtype: torch.dtype, shape: tuple[int, int, int], tile: Tile) -> None:
+    torch.manual_seed(4)
+    n, out, k = shape
+    wide, w, bias = random(n, 2 * k, dtype=dtype), random(2 * out, k, dtype=dtype) / k**0.5, random(2 * out, dtype=dtype)
+    x = wide[:, k:]  # strided rows
+    for b in (None, bias):
+        y = linear(x, w, b, tile=tile)
+        assert y.is_contiguous()
+        assert_close(y, x.double() @ w.double().T + (0 if b is None else b.double()))
+        assert_close(gated_linear(x, w, b, "silu", tile=tile), act_mul(linear(x, w, b), "silu"))
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, reference.MANY_ROWS - 1, reference.MANY_ROWS])
@@ -72,13 +91,24 @@ def test_one_row_of_a_small_models_head_takes_the_deterministic_product(monkeypa
 def test_rows_may_be_strided() -> None:
     x, w = random(4, 3, 64, dtype=torch.float16), random(32, 64, dtype=torch.float16)
     assert torch.equal(linear(x[:, 1], w), linear(x[:, 1].contiguous(), w))
-    assert linear(x[:0, 1], w).shape == (0, 32)
+    for tma in (False, True):
+        assert linear(x[:0, 1], w, tile=Tile(16, 64, 64, 4, 3, tma)).shape == (0, 32)
 
 
-def test_every_row_count_has_a_tile() -> None:
+@pytest.mark.parametrize("tma", [True, False])
+def test_every_row_count_has_a_tile(tma: bool) -> None:
     for n in (1, 16, 17, 32, 33, 64, 65, 5000):
-        tile = tile_of(n, 4096, 4096)
-        assert tile.rows >= min(n, 64) and tile.k % 16 == 0
+        tile = tile_of(n, 4096, 4096, tma=tma)
+        assert tile.rows >= min(n, 64) and tile.k % 16 == 0 and tile.tma == (tma and n <= 64)
+
+
+def test_tma_is_taken_where_it_keeps_a_gpu_busy() -> None:
+    for num_weights, out, k in ((1, 4096, 4096), (1, 6144, 4096), (2, 14336, 4096), (1, 128256, 4096)):
+        for n in (1, 16, 32, 64):
+            tile = tile_of(n, out, k, num_weights, tma=True)
+            assert tile.tma and out >= TMA_PROGRAMS * tile.out and tile.rows in (max(n, 16), 16)
+    for n, out, k in ((1, 2048, 2048), (64, 1024, 4096), (16, 576, 576), (65, 4096, 4096), (1, 4096, 14336)):
+        assert not tile_of(n, out, k, tma=True).tma
 
 
 @pytest.mark.parametrize("num_weights", [1, 2])
@@ -96,6 +126,9 @@ def test_every_tile_fits_the_shared_memory(num_weights: int, itemsize: int) -> N
     for out, k in [(960, 576), (49152, 576), (4096, 1536), (4096, 4096), (14336, 4096), (128256, 4096)]:
         for n in (1, 16, 64, 128, 512, 4096):
             t = tile_of(n, out, k, num_weights, itemsize)
+            loaded = tile_of(n, out, k, num_weights, itemsize, tma=itemsize == 2)
+            assert loaded.fitting(227 << 10, num_weights, itemsize) == loaded, "and has room for barriers"
+            assert loaded.num_bytes(num_weights, itemsize) <= 226 << 10
             assert t.num_bytes(num_weights, itemsize) <= 227 << 10, f"{n} rows, [{out}, {k}]: {t}"
             for room in (64 << 10, 99 << 10, 163 << 10, 227 << 10):
                 smaller = t.fitting(room, num_weights, itemsize)
@@ -123,7 +156,9 @@ for capability, room in (80, 163 << 10), (89, 99 << 10), (100, 227 << 10), (120,
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter's products are a BLAS library's, whose bits depend on the size")
-@pytest.mark.parametrize("shape", [(960, 576), (4096, 4096), (1000, 1536), (4096, 14336)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(960, 576), (4096, 4096), (1000, 1536), (4096, 14336), (16384, 2048), (32768, 2048)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(2)
@@ -141,3 +176,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype, shape: tup
         *_MANY_ROWS[2],
     ):
         assert torch.equal(linear(x[:256], w, tile=tile), whole[:256]), f"{tile}"
+    for tile in (t for tiles in _TMA_TILES.values() for t in tiles.values() if takes_tma(x, w)):
+        assert torch.equal(linear(x[:100], w, tile=tile), whole[:100]), f"{tile}"
+        tile = tile.fitting(227 << 10, 2)
+        assert torch.equal(gated_linear(x[:100], w, None, "silu", tile=tile), gated[:100]), f"gated {tile}"

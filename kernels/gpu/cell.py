@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.kernels.cell import EPS, check_shapes
 from specdec.kernels.gpu.activation import activate
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
-from specdec.kernels.gpu.linear import Tile, tile_at
+from specdec.kernels.gpu.tiles import Tile, tile_at
 
 
 @triton.jit

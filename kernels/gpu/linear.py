@@ -5,8 +5,6 @@ the tile alone depends on the number of rows. Few rows are bound by the weight's
 multiprocessor to work and several of their loads in flight.
 """
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
@@ -14,78 +12,14 @@ import triton.language as tl
 from specdec.kernels.activation import ACTIVATIONS
 from specdec.kernels.gpu.activation import activate
 from specdec.kernels.gpu.launch import overlap, prefetch, shared_memory, wait_for_inputs
+from specdec.kernels.gpu.tiles import Tile, grid_of, row_stride, tile_at, tile_of
+from specdec.kernels.gpu.tma import takes_tma, tma_linear
 
 SMALL_BITS = tl.constexpr(8 * (16 << 20))
 """Bits of a matrix that takes little longer than its launch does, up to 16 MiB: its first lines are asked for while the
 kernel before runs. A larger one is slower so, even behind a norm, which leaves the memory idle. The kernel behind is
 made ready early, but for the product behind a large gated one, whose programs would take its room. Measured with
 matrices of 0.7 to 3.5 MB and of 33 MB and more; nothing is known of those between."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a product is cut: a program's rows, outputs and step over k; its warps and the loads in flight."""
-
-    rows: int
-    out: int
-    k: int
-    warps: int
-    stages: int
-
-    def num_bytes(self, num_weights: int = 1, itemsize: int = 2) -> int:
-        """Bytes of shared memory that its loads in flight take at most."""
-        return (self.rows + self.out * num_weights) * self.k * self.stages * itemsize
-
-    def fitting(self, room: int, num_weights: int = 1, itemsize: int = 2) -> "Tile":
-        """The same with fewer loads in flight, and then smaller steps over k, as `room` bytes of shared memory need it.
-
-        A sum's bits depend on neither.
-        """
-        tile = self
-        while tile.num_bytes(num_weights, itemsize) > room and (tile.stages > 1 or tile.k > 16):
-            fewer = tile.stages > 3 or tile.k <= 16
-            tile = replace(tile, stages=tile.stages - 1) if fewer else replace(tile, k=tile.k // 2)
-        return tile
-
-
-_MANY_ROWS = {
-    1: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 4, 4), Tile(64, 64, 128, 4, 5)),
-    2: (Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 4)),
-}
-"""Tiles of more than 64 rows by the number of weights, the one with the fewest bytes an operation first."""
-HALF_BUSY = 66
-"""Tiles from which on half of a GPU's multiprocessors have one; where they are fewer, smaller tiles are faster."""
-
-
-def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int = 2) -> Tile:
-    """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k] of `itemsize` bytes an element.
-
-    Up to 64 rows of a large model they were the fastest in captured steps on an H200 (`engine_gpu.py tiles` tries those
-    beside them), others by themselves on an H100 (`kernels_gpu.py products --search`).
-    """
-    tile = _tile_of_two_bytes(num_rows, out, k, num_weights)
-    return tile if itemsize <= 2 else replace(tile, k=tile.k // 2)  # the loads in flight fill the shared memory
-
-
-def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Tile:
-    if num_rows > 64:
-        tiles = _MANY_ROWS[num_weights]
-        wide = [t for t in tiles if -(-num_rows // t.rows) * -(-out // t.out) >= HALF_BUSY]
-        return (wide or tiles[-1:])[0]
-    rows = 16 if num_rows <= 16 else 64  # a tile of 32 rows was slower than one of 64 that is half empty
-    if out * num_weights >= 32768 and k < 1024:  # a small model's head
-        return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
-    if k < 2048:
-        return Tile(rows, 16 if rows == 64 or k > 1024 else 32, 256 if k > 1024 else 128, 4, 4)
-    if rows == 64:
-        if num_weights == 2 or out >= 32768:
-            return Tile(64, 64 if num_weights == 2 else 128, 128, 4, 4)
-        return Tile(64, 64, 128, 4, 5) if out > 4096 else Tile(64, 32, 128, 4, 8)
-    if num_weights == 2 or out >= 32768:
-        return Tile(16, 64, 256, 4, 3)
-    if out > 4096:
-        return Tile(16, 32, 256, 2, 4) if num_rows == 1 else Tile(16, 64, 256, 4, 4)
-    return Tile(16, 32, 256, 2, 6)
 
 
 @triton.jit
@@ -95,17 +29,6 @@ def _first_lines(w_ptr, row, K: tl.constexpr):
     LINES: tl.constexpr = min(16, triton.next_power_of_2((K + PER_LINE - 1) // PER_LINE))
     at = tl.minimum(tl.arange(0, LINES) * PER_LINE, K - 1)
     return w_ptr + row.to(tl.int64)[None, :] * K + at[:, None]
-
-
-@triton.jit
-def tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
-    """Which tile a program takes: eight row tiles share a column of weights while it is in the cache."""
-    wide, high = tl.cdiv(num_out, OUT), tl.cdiv(num_rows, ROWS)
-    program = tl.program_id(0)
-    first = program // (8 * wide) * 8
-    height = tl.minimum(high - first, 8)
-    inside = program % (8 * wide)
-    return first + inside % height, inside // height
 
 
 @triton.jit
@@ -218,11 +141,12 @@ def linear(
     """
     (out, k), n = weight.shape, len(x)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
-    if n:
-        itemsize = x.element_size()
-        t = tile or tile_of(n, out, k, itemsize=itemsize).fitting(shared_memory(x.device), 1, itemsize)
-        _linear_kernel[_grid(n, out, t)](
-            x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None,
+    t = tile or _tile(x, weight, 1)
+    if t.tma and n:
+        tma_linear(x, weight, bias, y, t)
+    elif n:
+        _linear_kernel[grid_of(n, out, t)](
+            x, weight, weight if bias is None else bias, y, n, row_stride(x), out, k, bias is not None,
             t.rows, t.out, t.k, n == 1 and k % t.k == 0, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
             **overlap(x.device),
         )  # fmt: skip
@@ -254,21 +178,20 @@ def gated_linear(
     assert activation in ACTIVATIONS
     out, k, n = len(weight) // 2, weight.shape[1], len(x)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
-    if n:
-        itemsize = x.element_size()
-        t = tile or tile_of(n, out, k, 2, itemsize).fitting(shared_memory(x.device), 2, itemsize)
-        _gated_linear_kernel[_grid(n, out, t)](
-            x, weight, weight if bias is None else bias, y, n, _row_stride(x), out, k, bias is not None, activation,
+    t = tile or _tile(x, weight, 2)
+    if t.tma and n:
+        tma_linear(x, weight, bias, y, t, activation)
+    elif n:
+        _gated_linear_kernel[grid_of(n, out, t)](
+            x, weight, weight if bias is None else bias, y, n, row_stride(x), out, k, bias is not None, activation,
             t.rows, t.out, t.k, n == 1 and k % t.k == 0, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
             **overlap(x.device),
         )  # fmt: skip
     return y
 
 
-def _grid(num_rows: int, out: int, t: Tile) -> tuple[int]:
-    return (triton.cdiv(num_rows, t.rows) * triton.cdiv(out, t.out),)
-
-
-def _row_stride(x: torch.Tensor) -> int:
-    """The stride of a row; torch leaves that of a lone row arbitrary, and Triton compiles by its divisibility."""
-    return x.stride(0) if len(x) > 1 else x.shape[1]
+def _tile(x: torch.Tensor, weight: torch.Tensor, num_weights: int) -> Tile:
+    """The tile of a product by so many matrices that stand behind each other, as it fits the device."""
+    size, (out, k) = x.element_size(), weight.shape
+    chosen = tile_of(len(x), out // num_weights, k, num_weights, size, takes_tma(x, weight))
+    return chosen.fitting(shared_memory(x.device), num_weights, size)

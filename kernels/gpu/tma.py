@@ -1,0 +1,113 @@
+"""Matrix products whose operands the tensor memory accelerator (TMA) loads, for up to 64 rows of a large model.
+
+One thread asks for a whole box of a matrix, which leaves its bytes in shared memory as matrix instructions take them:
+the others compute no addresses, and larger steps over k are under way. The bits are those of `gpu/linear.py`, whose
+kernels are for all else: float32, few inputs, many rows, other GPUs than Hopper's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from specdec.kernels.gpu.activation import activate
+from specdec.kernels.gpu.launch import on_hopper, overlap, wait_for_inputs
+from specdec.kernels.gpu.tiles import Tile, grid_of, row_stride, tile_at
+
+
+@triton.jit
+def _dot(x, w, acc, W_LEFT: tl.constexpr):
+    """Put the product of rows [M, k] and weights [N, k] behind what is there: [M, N], or [N, M]."""
+    if W_LEFT:
+        acc = tl.dot(w, tl.trans(x), acc)
+    else:
+        acc = tl.dot(x, tl.trans(w), acc)
+    return acc
+
+
+@triton.jit
+def _add_bias(acc, bias_at, W_LEFT: tl.constexpr):
+    """Add each output's bias [N]."""
+    bias = tl.load(bias_at).to(tl.float32)
+    if W_LEFT:
+        acc += bias[:, None]
+    else:
+        acc += bias[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _tma_kernel(
+    x_desc, w_desc, bias_ptr, y_ptr, num_rows, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of a product; with an activation of a gated one, as `_gated_linear_kernel`. Outside a matrix are zeros.
+
+    A warp group's matrix instructions have 64 rows: where x has fewer, the weights are the left operand.
+    """
+    W_LEFT: tl.constexpr = BLOCK_ROWS < 64
+    GATED: tl.constexpr = ACTIVATION is not None
+    row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
+    first_row, first_out = row_tile * BLOCK_ROWS, out_tile * BLOCK_OUT
+    wait_for_inputs(PDL, not GATED)  # behind a large gated product the next one would take its room
+    shape: tl.constexpr = [BLOCK_OUT, BLOCK_ROWS] if W_LEFT else [BLOCK_ROWS, BLOCK_OUT]
+    acc = tl.zeros(shape, tl.float32)
+    up = acc
+    for k in range(0, K, BLOCK_K):
+        w = w_desc.load([first_out, k])
+        if GATED:
+            w_up = w_desc.load([OUT + first_out, k])
+        x = x_desc.load([first_row, k])
+        acc = _dot(x, w, acc, W_LEFT)
+        if GATED:
+            up = _dot(x, w_up, up, W_LEFT)
+    row, col = first_row + tl.arange(0, BLOCK_ROWS), first_out + tl.arange(0, BLOCK_OUT)
+    if BIAS:
+        acc = _add_bias(acc, bias_ptr + col % OUT, W_LEFT)
+    y = acc.to(y_ptr.dtype.element_ty)
+    if GATED:
+        if BIAS:
+            up = _add_bias(up, bias_ptr + OUT + col % OUT, W_LEFT)
+        active = activate(y.to(tl.float32), ACTIVATION).to(y.dtype)
+        y = (active.to(tl.float32) * up.to(y.dtype).to(tl.float32)).to(y.dtype)
+    y_at = y_ptr + row.to(tl.int64)[:, None] * OUT + col[None, :]
+    there = (row < num_rows)[:, None] & (col < OUT)[None, :]
+    if W_LEFT:
+        y_at, there = tl.trans(y_at), tl.trans(there)
+    tl.store(y_at, y, mask=there)
+
+
+def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether these operands, of 16 bits, stand where the accelerator can load them, on a Hopper GPU."""
+    if x.element_size() != 2 or not on_hopper(x.device):
+        return False
+    bytes_apart = 2 * row_stride(x), 2 * weight.shape[1]
+    return all(at % 16 == 0 for at in (x.data_ptr(), weight.data_ptr(), *bytes_apart))
+
+
+def tma_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: Tile,
+    activation: str | None = None,
+) -> None:
+    """Write x @ weight.T + bias to y, or activation(gate) · up of a merged projection, as `gpu/linear.py` does.
+
+    Args:
+        x: [N, in] fp16 or bf16, N ≥ 1, at addresses that `takes_tma`.
+        weight: [out, in], or with an activation [2 out, in], the gate's rows first.
+        bias: [out] or [2 out], or None.
+        y: [N, out] contiguous.
+        tile: how to cut the product.
+        activation: one of `specdec.kernels.activation.ACTIVATIONS`, or None.
+    """
+    (n, k), out, t = x.shape, y.shape[1], tile
+    rows = TensorDescriptor(x, [n, k], [row_stride(x), 1], [t.rows, t.k])
+    weights = TensorDescriptor(weight, list(weight.shape), [k, 1], [t.out, t.k])
+    _tma_kernel[grid_of(n, out, t)](
+        rows, weights, weight if bias is None else bias, y, n, out, k, bias is not None, activation,
+        t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False, **overlap(x.device),
+    )  # fmt: skip
