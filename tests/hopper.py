@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, Pages, QuantizedPages
-from specdec.kernels.gpu import attention, linear
+from specdec.kernels.gpu import attention, linear, tma
 from specdec.kernels.work import uniform_work
 
 COMPILED: list[tuple[str, dict[str, Any]]] = []
@@ -65,10 +65,11 @@ def pretend(capability: int, room: int) -> None:
         kernel.device_caches.clear()  # which remember the GPU that they were first compiled for
 
 
-def multiply(out: int, k: int, *, rows: int = 1, gated: bool = False) -> None:
+def multiply(out: int, k: int, *, rows: int = 1, gated: bool = False, by_tma: bool = False) -> None:
     """Compile the product of so many rows with a bf16 matrix [out, k], or with two, as a captured step has it."""
     early = _Driver.capability >= 90
-    linear.overlap = lambda device: {"PDL": early, "launch_pdl": early}
+    linear.overlap = tma.overlap = lambda device: {"PDL": early, "launch_pdl": early}
+    linear.takes_tma = lambda x, weight: by_tma
     x, w = torch.zeros(rows, k, dtype=torch.bfloat16), torch.zeros(out * (1 + gated), k, dtype=torch.bfloat16)
     if gated:
         linear.gated_linear(x, w, None, "silu")

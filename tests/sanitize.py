@@ -19,9 +19,9 @@ from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.linear import gated_linear, linear
+from specdec.kernels.gpu.online import NUM_SMALL
 from specdec.kernels.gpu.tiles import tile_of
 from specdec.kernels.gpu.tma import takes_tma
-from specdec.kernels.gpu.online import NUM_SMALL
 from specdec.verifier.tree import chain_parents
 from tests.kernels import DEVICE
 from tests.test_attention import build

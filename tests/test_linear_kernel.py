@@ -5,7 +5,7 @@ import torch
 
 from specdec.kernels import linear as reference
 from specdec.kernels.activation import act_mul
-from specdec.kernels.gpu import fast
+from specdec.kernels.gpu import fast, tma
 from specdec.kernels.gpu.launch import on_hopper as can_run
 from specdec.kernels.gpu.linear import gated_linear, linear
 from specdec.kernels.gpu.tiles import _MANY_ROWS, _TMA_TILES, HALF_BUSY, TMA_PROGRAMS, Tile, tile_of
@@ -39,7 +39,11 @@ def test_products(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
 def test_products_by_tma(dtype: torch.dtype, shape: tuple[int, int, int], tile: Tile) -> None:
     torch.manual_seed(4)
     n, out, k = shape
-    wide, w, bias = random(n, 2 * k, dtype=dtype), random(2 * out, k, dtype=dtype) / k**0.5, random(2 * out, dtype=dtype)
+    wide, w, bias = (
+        random(n, 2 * k, dtype=dtype),
+        random(2 * out, k, dtype=dtype) / k**0.5,
+        random(2 * out, dtype=dtype),
+    )
     x = wide[:, k:]  # strided rows
     for b in (None, bias):
         y = linear(x, w, b, tile=tile)
@@ -91,8 +95,8 @@ def test_one_row_of_a_small_models_head_takes_the_deterministic_product(monkeypa
 def test_rows_may_be_strided() -> None:
     x, w = random(4, 3, 64, dtype=torch.float16), random(32, 64, dtype=torch.float16)
     assert torch.equal(linear(x[:, 1], w), linear(x[:, 1].contiguous(), w))
-    for tma in (False, True):
-        assert linear(x[:0, 1], w, tile=Tile(16, 64, 64, 4, 3, tma)).shape == (0, 32)
+    for by_tma in (False, True):
+        assert linear(x[:0, 1], w, tile=Tile(16, 64, 64, 4, 3, by_tma)).shape == (0, 32)
 
 
 @pytest.mark.parametrize("tma", [True, False])
@@ -153,6 +157,36 @@ for capability, room in (80, 163 << 10), (89, 99 << 10), (100, 227 << 10), (120,
     assert [len(sizes) for sizes in needed] == [5] * 4
     for room, *sizes in needed:
         assert room // 2 < max(sizes) <= room
+
+
+def test_tma_brings_all_operands_of_a_large_models_products() -> None:
+    """As they are compiled: no thread copies, and the matrix instructions are those of warp groups."""
+    made = on_hopper("""
+import re
+from tests.hopper import COMPILED, multiply
+for rows in 1, 16, 32, 64:
+    for out, k, gated in (6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (128256, 4096, False):
+        multiply(out, k, rows=rows, gated=gated, by_tma=True)
+for name, found in COMPILED:
+    copies = re.findall(r"(cp.async[.a-z]+|mma.sync|wgmma.mma_async)", found["ptx"])
+    print((name, found["shared"], sorted(set(copies))))
+""")
+    assert len(made) == 16
+    for name, shared, instructions in made:
+        assert name == "_tma_kernel" and 128 << 10 < shared <= 227 << 10
+        assert [i.split(".global")[0] for i in instructions] == ["cp.async.bulk.tensor.", "wgmma.mma_async"]
+
+
+def test_tma_is_taken_where_rows_stand_at_addresses_that_it_can_load_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tma, "on_hopper", lambda device: True)
+    x, w = torch.zeros(4, 128, dtype=torch.float16), torch.zeros(32, 64, dtype=torch.float16)
+    assert takes_tma(x[:, :64], w) and takes_tma(x[:, 8:72], w) and takes_tma(x[:1, 64:], w)
+    assert not takes_tma(x[:, 4:68], w), "a row begins between two that it can load from"
+    assert not takes_tma(torch.zeros(4, 60).half(), torch.zeros(32, 60).half()), "the second row does"
+    assert not takes_tma(x[:1, :64].expand(4, 64), w), "all rows are the same one"
+    assert not takes_tma(x[:, :64].float(), w.float())
+    monkeypatch.setattr(tma, "on_hopper", lambda device: False)
+    assert not takes_tma(x[:, :64], w)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter's products are a BLAS library's, whose bits depend on the size")

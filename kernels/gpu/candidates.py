@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specdec.kernels.candidates import check_sizes
 from specdec.kernels.gpu.launch import overlap, shared_memory, wait_for_inputs
-from specdec.kernels.gpu.tiles import Tile, tile_at
 from specdec.kernels.gpu.sample import noise_at
+from specdec.kernels.gpu.tiles import Tile, tile_at
 from specdec.kernels.sample import MIN_TEMPERATURE
 
 _FEW = 256  # blocks; a vocabulary of fewer takes the same kernel

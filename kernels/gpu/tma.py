@@ -79,11 +79,11 @@ def _tma_kernel(
 
 
 def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether these operands, of 16 bits, stand where the accelerator can load them, on a Hopper GPU."""
-    if x.element_size() != 2 or not on_hopper(x.device):
+    """Return whether these are operands of 16 bits, on a Hopper GPU, with rows at addresses that TMA can load from."""
+    stride, k = row_stride(x), weight.shape[1]
+    if x.element_size() != 2 or stride < k or not on_hopper(x.device):
         return False
-    bytes_apart = 2 * row_stride(x), 2 * weight.shape[1]
-    return all(at % 16 == 0 for at in (x.data_ptr(), weight.data_ptr(), *bytes_apart))
+    return all(at % 16 == 0 for at in (x.data_ptr(), weight.data_ptr(), 2 * stride, 2 * k))
 
 
 def tma_linear(
