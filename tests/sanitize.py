@@ -14,6 +14,9 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.attention import tree_attention
@@ -68,7 +71,32 @@ def products() -> None:
                 gated_linear(x, w, None, "silu", tile=tile_of(rows, out, k, 2, tma=tma))
 
 
+def faulty() -> None:
+    """Two kernels that it must complain about: one reads what is still being copied, one writes to nobody's memory."""
+    x = torch.zeros(128, device=DEVICE)
+    _early_kernel[(1,)](x, torch.empty_like(x), num_warps=4)
+    _outside_kernel[(1,)](x, num_warps=4)
+
+
+@gluon.jit
+def _early_kernel(x_ptr, y_ptr):
+    copied: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    read: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    kept = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    async_copy.async_copy_global_to_shared(kept, x_ptr + gl.arange(0, 128, copied))
+    async_copy.commit_group()
+    gl.store(y_ptr + gl.arange(0, 128, read), kept.load(read))
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _outside_kernel(x_ptr):
+    at = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(x_ptr + (1 << 40) + at, at.to(gl.float32))
+
+
 GROUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (native, codes, shared, products)}
+"""Launched if none is named; `faulty` is not one of them."""
 
 
 def _attend(shape: tuple[str, int | None, int, int, int], way: HopperKernel | None, first: int) -> None:

@@ -110,7 +110,8 @@ def test_tma_is_taken_where_it_keeps_a_gpu_busy() -> None:
     for num_weights, out, k in ((1, 4096, 4096), (1, 6144, 4096), (2, 14336, 4096), (1, 128256, 4096)):
         for n in (1, 16, 32, 64):
             tile = tile_of(n, out, k, num_weights, tma=True)
-            assert tile.tma and out >= TMA_PROGRAMS * tile.out and tile.rows in (max(n, 16), 16)
+            assert tile.tma and out >= TMA_PROGRAMS * tile.out and tile.rows == max(n, 16)
+    assert [tile_of(n, 4096, 14336, tma=True).rows for n in (2, 16, 17, 32, 64)] == [16, 16, 32, 32, 32]
     for n, out, k in ((1, 2048, 2048), (64, 1024, 4096), (16, 576, 576), (65, 4096, 4096), (1, 4096, 14336)):
         assert not tile_of(n, out, k, tma=True).tma
 

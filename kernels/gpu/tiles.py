@@ -70,8 +70,13 @@ _TMA_TILES = {
         32: Tile(32, 64, 128, 4, 8, True),
         64: Tile(64, 32, 256, 4, 4, True),
     },
+    "deep": {
+        16: Tile(16, 64, 256, 4, 5, True),
+        64: Tile(32, 64, 128, 4, 8, True),
+    },
 }
-"""Tiles by TMA of a large model's products, by the most rows."""
+"""Tiles by TMA of a large model's products, by the most rows. Of many inputs, 64 rows are two tiles that share weights:
+a multiprocessor would have more to load of one with as many outputs, and all together of one with half of them."""
 TMA_PROGRAMS = 64
 """Programs from which on these tiles are taken; of fewer, each would load more than a multiprocessor can."""
 LARGE_OUT = 32768
@@ -104,10 +109,12 @@ def _tma_tile_of(num_rows: int, out: int, k: int, num_weights: int) -> Tile | No
         kind = "head"
     elif out > 4096:
         kind = "wide"
-    elif num_rows == 1 and k > 8192:
-        return None
-    else:
+    elif k <= 8192:
         kind = "narrow"
+    elif num_rows > 1:
+        kind = "deep"
+    else:
+        return None
     tile = next(tile for most, tile in _TMA_TILES[kind].items() if num_rows <= most)
     return tile if out >= TMA_PROGRAMS * tile.out else None
 
