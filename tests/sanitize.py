@@ -95,8 +95,7 @@ def _outside_kernel(x_ptr):
     gl.store(x_ptr + (1 << 40) + at, at.to(gl.float32))
 
 
-GROUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (native, codes, shared, products)}
-"""Launched if none is named; `faulty` is not one of them."""
+GROUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (native, codes, shared, products, faulty)}
 
 
 def _attend(shape: tuple[str, int | None, int, int, int], way: HopperKernel | None, first: int) -> None:
@@ -119,9 +118,9 @@ def _by(way: HopperKernel | None, first: int) -> Iterator[None]:
 
 
 def main(names: list[str]) -> None:
-    """Launch groups of kernels; all of them if none is named."""
+    """Launch groups of kernels; all but the faulty ones if none is named."""
     torch.manual_seed(0)
-    for name in names or GROUPS:
+    for name in names or [name for name in GROUPS if name != "faulty"]:
         start = time.perf_counter()
         GROUPS[name]()
         if DEVICE == "cuda":

@@ -8,7 +8,15 @@ from specdec.kernels.activation import act_mul
 from specdec.kernels.gpu import fast, tma
 from specdec.kernels.gpu.launch import on_hopper as can_run
 from specdec.kernels.gpu.linear import gated_linear, linear
-from specdec.kernels.gpu.tiles import _MANY_ROWS, _TMA_TILES, HALF_BUSY, TMA_PROGRAMS, Tile, tile_of
+from specdec.kernels.gpu.tiles import (
+    _MANY_ROWS,
+    _MANY_ROWS_BY_TMA,
+    _TMA_TILES,
+    HALF_BUSY,
+    TMA_PROGRAMS,
+    Tile,
+    tile_of,
+)
 from specdec.kernels.gpu.tma import takes_tma
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 from tests.test_formats import on_hopper
@@ -103,7 +111,7 @@ def test_rows_may_be_strided() -> None:
 def test_every_row_count_has_a_tile(tma: bool) -> None:
     for n in (1, 16, 17, 32, 33, 64, 65, 5000):
         tile = tile_of(n, 4096, 4096, tma=tma)
-        assert tile.rows >= min(n, 64) and tile.k % 16 == 0 and tile.tma == (tma and n <= 64)
+        assert tile.rows >= min(n, 64) and tile.k % 16 == 0 and tile.tma == (tma and n != 65)
 
 
 def test_tma_is_taken_where_it_keeps_a_gpu_busy() -> None:
@@ -116,9 +124,11 @@ def test_tma_is_taken_where_it_keeps_a_gpu_busy() -> None:
         assert not tile_of(n, out, k, tma=True).tma
 
 
+@pytest.mark.parametrize("tma", [True, False])
 @pytest.mark.parametrize("num_weights", [1, 2])
-def test_many_rows_take_large_tiles_where_these_keep_a_gpu_busy(num_weights: int) -> None:
-    tiles = [tile_of(n, 4096, 4096, num_weights) for n in (65, 128, 512, 2048, 8192)]
+def test_many_rows_take_large_tiles_where_these_keep_a_gpu_busy(num_weights: int, tma: bool) -> None:
+    tiles = [tile_of(n, 4096, 4096, num_weights, tma=tma) for n in (65, 128, 512, 2048, 8192)]
+    assert [tile.tma for tile in tiles] == [False, False, tma, tma, tma]
     areas = [tile.rows * tile.out for tile in tiles]
     assert areas == sorted(areas) and areas[0] < areas[-1]
     for n, tile in zip((65, 128, 512, 2048, 8192), tiles, strict=True):
@@ -211,7 +221,17 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype, shape: tup
         *_MANY_ROWS[2],
     ):
         assert torch.equal(linear(x[:256], w, tile=tile), whole[:256]), f"{tile}"
-    for tile in (t for tiles in _TMA_TILES.values() for t in tiles.values() if takes_tma(x, w)):
-        assert torch.equal(linear(x[:100], w, tile=tile), whole[:100]), f"{tile}"
-        tile = tile.fitting(227 << 10, 2)
-        assert torch.equal(gated_linear(x[:100], w, None, "silu", tile=tile), gated[:100]), f"gated {tile}"
+
+
+@pytest.mark.skipif(not can_run(torch.device(DEVICE)), reason="made for Hopper GPUs")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bits_do_not_depend_on_who_loads_the_operands(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    x, w = random(300, 1600, dtype=dtype), random(2000, 1600, dtype=dtype) / 40  # tiles end within each of them
+    whole = linear(x, w, tile=Tile(64, 64, 64, 4, 3)), gated_linear(x, w, None, "silu", tile=Tile(64, 64, 64, 4, 3))
+    for kind, tiles in {**_TMA_TILES, **_MANY_ROWS_BY_TMA}.items():
+        for t in tiles.values() if isinstance(tiles, dict) else tiles:
+            if kind in ("gated", 2):
+                assert torch.equal(gated_linear(x, w, None, "silu", tile=t), whole[1]), f"gated {t}"
+            else:
+                assert torch.equal(linear(x, w, tile=t), whole[0]), f"{t}"

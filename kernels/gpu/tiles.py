@@ -46,6 +46,14 @@ _MANY_ROWS = {
     2: (Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 4)),
 }
 """Tiles of more than 64 rows by the number of weights, the one with the fewest bytes an operation first."""
+_MANY_ROWS_BY_TMA = {
+    1: (Tile(128, 256, 64, 8, 3, True), Tile(128, 128, 64, 8, 5, True), Tile(128, 64, 64, 4, 4, True)),
+    2: (Tile(128, 128, 64, 8, 4, True),),
+}
+"""The same by TMA."""
+MANY_PRODUCTS = 1 << 32
+"""Products of two numbers from which on TMA is taken for more than 64 rows. Of fewer it gains little, and what it is to
+load takes the host longer to say."""
 HALF_BUSY = 66
 """Tiles from which on half of a GPU's multiprocessors have one; where they are fewer, smaller tiles are faster."""
 _TMA_TILES = {
@@ -93,7 +101,7 @@ def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int
         num_rows, out, k, num_weights, itemsize: the product.
         tma: whether the tensor memory accelerator can load the operands; it does where that is faster.
     """
-    if tma and num_rows <= 64 and k >= 2048:
+    if tma and k >= 2048:
         found = _tma_tile_of(num_rows, out, k, num_weights)
         if found is not None:
             return found
@@ -102,7 +110,10 @@ def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int
 
 
 def _tma_tile_of(num_rows: int, out: int, k: int, num_weights: int) -> Tile | None:
-    """The tile by TMA of up to 64 rows of a large model; None: the threads' own loads are faster."""
+    """The tile by TMA of a large model's product; None: the threads' own loads are as fast, or faster."""
+    if num_rows > 64:
+        tiles = _MANY_ROWS_BY_TMA[num_weights] if num_rows * out * k >= MANY_PRODUCTS else ()
+        return next((t for t in tiles if _programs(num_rows, out, t) >= HALF_BUSY), None)
     if num_weights == 2:
         kind = "gated"
     elif out >= LARGE_OUT:
@@ -122,8 +133,7 @@ def _tma_tile_of(num_rows: int, out: int, k: int, num_weights: int) -> Tile | No
 def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Tile:
     if num_rows > 64:
         tiles = _MANY_ROWS[num_weights]
-        wide = [t for t in tiles if -(-num_rows // t.rows) * -(-out // t.out) >= HALF_BUSY]
-        return (wide or tiles[-1:])[0]
+        return next((t for t in tiles if _programs(num_rows, out, t) >= HALF_BUSY), tiles[-1])
     rows = 16 if num_rows <= 16 else 64  # a tile of 32 rows was slower than one of 64 that is half empty
     if out * num_weights >= LARGE_OUT and k < 1024:  # a small model's head
         return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
@@ -140,6 +150,10 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
     return Tile(16, 32, 256, 2, 6)
 
 
+def _programs(num_rows: int, out: int, tile: Tile) -> int:
+    return -(-num_rows // tile.rows) * -(-out // tile.out)
+
+
 @triton.jit
 def tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
     """Which tile a program takes: eight row tiles share a column of weights while it is in the cache."""
@@ -153,7 +167,7 @@ def tile_at(num_rows, num_out, ROWS: tl.constexpr, OUT: tl.constexpr):
 
 def grid_of(num_rows: int, out: int, tile: Tile) -> tuple[int]:
     """Return the programs of a product, as `tile_at` counts them."""
-    return (triton.cdiv(num_rows, tile.rows) * triton.cdiv(out, tile.out),)
+    return (_programs(num_rows, out, tile),)
 
 
 def row_stride(x: torch.Tensor) -> int:

@@ -1,8 +1,8 @@
-"""Matrix products whose operands the tensor memory accelerator (TMA) loads, for up to 64 rows of a large model.
+"""Matrix products whose operands the tensor memory accelerator (TMA) loads, of a large model on Hopper GPUs.
 
-One thread asks for a whole box of a matrix, which leaves its bytes in shared memory as matrix instructions take them:
-the others compute no addresses, and larger steps over k are under way. The bits are those of `gpu/linear.py`, whose
-kernels are for all else: float32, few inputs, many rows, other GPUs than Hopper's.
+One thread asks for a whole box of a matrix, which comes to shared memory as matrix instructions take it: no thread
+computes addresses, and larger steps over k are under way. The bits are those of `gpu/linear.py`, whose kernels are for
+all else: float32, few inputs, few products, other GPUs.
 """
 
 import torch
