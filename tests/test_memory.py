@@ -107,9 +107,15 @@ def test_requests_that_fit_in_the_same_memory() -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.gpu
-def test_a_share_of_the_gpu() -> None:
-    total = torch.cuda.mem_get_info()[1]
-    limits = resolve_limits(EngineConfig(gpu_memory_utilization=0.5), [LAYOUT], 100, torch.device(DEVICE))
-    assert 0 < limits.num_blocks * 16 * LAYOUT.bytes_per_token <= 0.5 * total  # others may hold some of it
-    with pytest.raises(ConfigError, match="are taken before there is any cache"):
-        resolve_limits(EngineConfig(gpu_memory_utilization=1e-6), [LAYOUT], 100, torch.device(DEVICE))
+def test_a_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+
+    def left(share: float) -> int:
+        limits = resolve_limits(EngineConfig(gpu_memory_utilization=share), [LAYOUT], 100, device)
+        return limits.num_blocks * 16 * LAYOUT.bytes_per_token
+
+    assert 0 < left(1.0) <= torch.cuda.mem_get_info()[1]  # others hold some of it, who knows how much
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 20, 100 << 20))
+    assert left(0.5) == 10 << 20
+    with pytest.raises(ConfigError, match="40.00 MiB are taken before there is any cache"):
+        left(0.4)
