@@ -19,7 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from unittest.mock import patch
 
@@ -108,24 +108,28 @@ def main() -> None:
     """Time the kernels."""
 
 
-def _tiles(rows: int) -> list[Tile]:
+def _tiles(rows: int, num_weights: int) -> list[Tile]:
+    """Tiles to try, with operands that threads load and that TMA does."""
     if rows > 64:
-        large = [
+        sizes = [
             (128, 256, 64, 8, 3),
             (128, 256, 64, 8, 4),
             (128, 128, 64, 8, 4),
+            (128, 128, 64, 8, 5),
             (128, 128, 64, 4, 4),
+            (128, 64, 64, 4, 4),
             (256, 128, 64, 8, 3),
         ]
-        return [Tile(*t) for t in large]
-    m = 16 if rows <= 16 else 64
-    return [
-        Tile(m, out, k, w, s)
-        for out in (16, 32, 64, 128)
-        for k in (64, 128, 256)
-        for w, s in ((4, 4), (8, 3))
-        if (m + out) * k * 2 * s < 200_000
-    ]
+    else:
+        sizes = [
+            (16 if rows <= 16 else 64, out, k, *more)
+            for out in (16, 32, 64, 128)
+            for k in (64, 128, 256)
+            for more in ((4, 4), (8, 3))
+        ]
+    of_each = [(m, max(16, out // num_weights), k, *more) for m, out, k, *more in sizes]
+    tiles = [Tile(*size, tma) for size in of_each for tma in (False, True)]
+    return [tile for tile in tiles if tile.num_bytes(num_weights) <= 225_000]
 
 
 @main.command()
@@ -164,15 +168,13 @@ def products(path: str | None, rows: str, only: str, search: bool) -> None:
                     row["gemv"] = round(timed([lambda w=w, c=call: c(w) for w in use]), 2)
                 if search:
                     found = {}
-                    for tile in _tiles(n):
-                        if gated:
-                            tile = Tile(tile.rows, max(16, tile.out // 2), tile.k, tile.warps, tile.stages)
+                    for tile in _tiles(n, 2 if gated else 1):
                         try:
                             found[tile] = timed([lambda w=w, o=ours, t=tile: o(t, w) for w in use], 8)
-                        except Exception as error:  # out of shared memory or registers: no tile for this size
+                        except Exception as error:  # out of registers, or no tile of this size by TMA
                             click.echo(f"{tile}: {type(error).__name__}")
                     best = sorted(found, key=found.__getitem__)[:4]
-                    row["best"] = [(f"{t.rows},{t.out},{t.k},{t.warps},{t.stages}", round(found[t], 2)) for t in best]
+                    row["best"] = [(str(astuple(t)), round(found[t], 2)) for t in best]
                 row["tb_s"] = round(out * k * 2 / float(row["ours"]) / 1e6, 2)  # type: ignore[arg-type]
                 row["tflops"] = round(2 * n * out * k / float(row["ours"]) / 1e6, 1)  # type: ignore[arg-type]
                 click.echo(str(row))
