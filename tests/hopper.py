@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, Pages, QuantizedPages
 from specdec.kernels.gpu import attention, linear, tma
-from specdec.kernels.work import uniform_work
+from specdec.kernels.work import make_work, max_block, uniform_work
 
 COMPILED: list[tuple[str, dict[str, Any]]] = []
 """Name of each kernel that was launched, and what was made of it: "ttir" (none in Gluon), "ttgir", "ptx", "cubin";
@@ -58,11 +58,16 @@ JITFunction.run = _compile
 
 
 def pretend(capability: int, room: int) -> None:
-    """Compile products for another GPU from now on, whose programs may take so many bytes of shared memory."""
+    """Compile for another GPU from now on, whose programs may take so many bytes of shared memory.
+
+    Products, prompts' attention and that of chains and trees in Triton.
+    """
     _Driver.capability = capability
     linear.shared_memory = lambda device: room
-    for kernel in (linear._linear_kernel, linear._gated_linear_kernel):
-        kernel.device_caches.clear()  # which remember the GPU that they were first compiled for
+    for module in (linear, attention):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()  # which remember the GPU that they were first compiled for
 
 
 def multiply(out: int, k: int, *, rows: int = 1, gated: bool = False, by_tma: bool = False) -> None:
@@ -102,6 +107,14 @@ def attend(
         getattr(attention, name).takes = lambda *args, takes=name == codes: takes
         getattr(attention, name).first = lambda *args: first
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
+
+
+def attend_prompt(pages_format: str | None, num_rows: int, *, dtype: torch.dtype, dim: int = 128) -> None:
+    """Compile the attention of a prompt's rows, with heads as in `attend`."""
+    pages, at = pages_of(pages_format, 8, dim, dtype), torch.arange(num_rows)
+    table = torch.zeros(1, num_rows, dtype=torch.int64)
+    work = make_work((0, num_rows), (num_rows,), (0,), table, at, at * 0, 4, max_block(dim))
+    attention.tree_attention(torch.zeros(num_rows, 32, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
 
 
 def pages_of(pages_format: str | None, kv_heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Pages]:

@@ -9,6 +9,7 @@ from specdec.kernels.formats import FORMATS, Pages, QuantizedPages, load, quanti
 from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.online import num_parts, num_splits
+from specdec.kernels.ops import FLOAT32_SHARED_MEMORY
 from specdec.kernels.work import AttentionWork, uniform_work
 from specdec.verifier.tree import chain_parents
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
@@ -366,3 +367,22 @@ def _check_bits(dtype: torch.dtype, name: str, shape: tuple[int, int, int], wind
         out = run(root, 0, parents, [root, *path, *path])
         assert torch.equal(out[: depth + 1], whole[root:]), f"first path of {depth}"
         assert torch.equal(out[depth + 1 :], whole[root + 1 :]), f"second path of {depth}"
+
+
+def test_attention_fits_the_shared_memory_of_other_gpus() -> None:
+    """As it is compiled for Ada: of 16 bits in 99 KiB; of 32 bits in as much as the kernels are taken with."""
+    [halves, floats] = on_hopper("""
+import torch
+from tests.hopper import COMPILED, attend, attend_prompt, pretend
+pretend(89, 99 << 10)
+for pages_format, dtype in ((None, torch.bfloat16), ("int8", torch.bfloat16), (None, torch.float32)):
+    attend_prompt(pages_format, 300, dtype=dtype)
+    attend(pages_format, 64, chains=False, dtype=dtype)
+    if pages_format or dtype == torch.float32:
+        assert all(made["capability"] == 89 for _, made in COMPILED)
+        print({name: made["shared"] for name, made in sorted(COMPILED, key=lambda found: found[1]["shared"])})
+        COMPILED.clear()
+""")
+    assert set(halves) == set(floats) == {"chunk_kernel", "context_kernel", "tail_kernel"}
+    assert 64 << 10 < max(halves.values()) <= 99 << 10
+    assert max(floats.values()) == FLOAT32_SHARED_MEMORY
