@@ -30,6 +30,13 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """Return activation(gate) · up of sums in fp32, each rounded to the dtype before it is used."""
+    active = activate(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype)
+    return (active.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def _act_mul_kernel(
     gate_up_ptr, out_ptr, gate_up_row, WIDTH,
     ACTIVATION: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,

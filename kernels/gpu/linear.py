@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.activation import ACTIVATIONS
-from specdec.kernels.gpu.activation import activate
+from specdec.kernels.gpu.activation import gated
 from specdec.kernels.gpu.launch import overlap, prefetch, shared_memory, wait_for_inputs
 from specdec.kernels.gpu.tiles import Tile, grid_of, row_stride, tile_at, tile_of
 from specdec.kernels.gpu.tma import takes_tma, tma_linear
@@ -118,11 +118,9 @@ def _gated_linear_kernel(
     if BIAS:
         gate += tl.load(bias_ptr + col % OUT)[None, :].to(tl.float32)
         up += tl.load(bias_ptr + OUT + col % OUT)[None, :].to(tl.float32)
-    dtype = y_ptr.dtype.element_ty
-    active = activate(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype)
-    y = active.to(tl.float32) * up.to(dtype).to(tl.float32)
+    y = gated(gate, up, ACTIVATION, y_ptr.dtype.element_ty)
     y_at = y_ptr + row.to(tl.int64)[:, None] * OUT + col[None, :]
-    tl.store(y_at, y.to(dtype), mask=(row < num_rows)[:, None] & (col < OUT)[None, :])
+    tl.store(y_at, y, mask=(row < num_rows)[:, None] & (col < OUT)[None, :])
 
 
 def linear(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specdec.kernels.gpu.activation import activate
+from specdec.kernels.gpu.activation import gated
 from specdec.kernels.gpu.launch import on_hopper, overlap, wait_for_inputs
 from specdec.kernels.gpu.tiles import Tile, grid_of, row_stride, tile_at
 
@@ -65,12 +65,9 @@ def _tma_kernel(
     row, col = first_row + tl.arange(0, BLOCK_ROWS), first_out + tl.arange(0, BLOCK_OUT)
     if BIAS:
         acc = _add_bias(acc, bias_ptr + col % OUT, W_LEFT)
-    y = acc.to(y_ptr.dtype.element_ty)
-    if GATED:
-        if BIAS:
-            up = _add_bias(up, bias_ptr + OUT + col % OUT, W_LEFT)
-        active = activate(y.to(tl.float32), ACTIVATION).to(y.dtype)
-        y = (active.to(tl.float32) * up.to(y.dtype).to(tl.float32)).to(y.dtype)
+    if GATED and BIAS:
+        up = _add_bias(up, bias_ptr + OUT + col % OUT, W_LEFT)
+    y = gated(acc, up, ACTIVATION, y_ptr.dtype.element_ty) if GATED else acc.to(y_ptr.dtype.element_ty)
     y_at = y_ptr + row.to(tl.int64)[:, None] * OUT + col[None, :]
     there = (row < num_rows)[:, None] & (col < OUT)[None, :]
     if W_LEFT:
