@@ -122,7 +122,7 @@ def _tiles(rows: int, num_weights: int) -> list[Tile]:
         ]
     else:
         sizes = [
-            (16 if rows <= 16 else 64, out, k, *more)
+            (next(n for n in (16, 32, 64) if rows <= n), out, k, *more)
             for out in (16, 32, 64, 128)
             for k in (64, 128, 256)
             for more in ((4, 4), (8, 3))
