@@ -28,6 +28,7 @@ from specdec import LLM, SamplingParams
 from specdec.cli.demo_prompts import PROMPTS
 from specdec.engine.measure import NUM_NODES, CapturedStep, Grid, measure
 from specdec.kernels.gpu import linear
+from specdec.kernels.gpu.launch import on_hopper
 from specdec.kernels.gpu.tiles import Tile, tile_of
 from specdec.models.batch import Rows, pack_rows
 from specdec.models.decoder import Decoder
@@ -211,7 +212,7 @@ def _step_us(
 def _tiles_beside(tile: Tile, product: Product, num_rows: int) -> list[Tile]:
     """Tiles that differ in one size, twice as much or half, or in one or two stages, and fit in shared memory.
 
-    And the one whose operands are loaded in the other way.
+    On a Hopper GPU also the one whose operands are loaded in the other way.
     """
     sizes = [
         replace(tile, **{name: n})
@@ -225,7 +226,8 @@ def _tiles_beside(tile: Tile, product: Product, num_rows: int) -> list[Tile]:
         for t in (*sizes, *stages)
         if 16 <= t.out <= most and t.k <= most and t.stages >= 2 and t.num_bytes(product[2]) <= 225_000
     ]
-    return [*fitting, *{tile_of(num_rows, *product, tma=not tile.tma)} - {tile}]
+    other = tile_of(num_rows, *product, tma=on_hopper(torch.device("cuda")) and not tile.tma)
+    return fitting if other == tile else [*fitting, other]
 
 
 @main.command()

@@ -37,6 +37,7 @@ from specdec.kernels.gpu import rope as gpu_rope
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.hopper import HopperKernel
+from specdec.kernels.gpu.launch import on_hopper
 from specdec.kernels.gpu.linear import gated_linear, linear
 from specdec.kernels.gpu.rope import rope_write
 from specdec.kernels.gpu.single import SINGLE
@@ -109,7 +110,7 @@ def main() -> None:
 
 
 def _tiles(rows: int, num_weights: int) -> list[Tile]:
-    """Tiles to try, with operands that threads load and that TMA does."""
+    """Tiles to try, with operands that threads load and, on a Hopper GPU, that TMA does."""
     if rows > 64:
         sizes = [
             (128, 256, 64, 8, 3),
@@ -128,7 +129,8 @@ def _tiles(rows: int, num_weights: int) -> list[Tile]:
             for more in ((4, 4), (8, 3))
         ]
     of_each = [(m, max(16, out // num_weights), k, *more) for m, out, k, *more in sizes]
-    tiles = [Tile(*size, tma) for size in of_each for tma in (False, True)]
+    ways = (False, True) if on_hopper(torch.device("cuda")) else (False,)
+    tiles = [Tile(*size, tma) for size in of_each for tma in ways]
     return [tile for tile in tiles if tile.num_bytes(num_weights) <= 225_000]
 
 

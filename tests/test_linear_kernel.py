@@ -179,8 +179,8 @@ for rows in 1, 16, 32, 64:
     for out, k, gated in (6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (128256, 4096, False):
         multiply(out, k, rows=rows, gated=gated, by_tma=True)
 for name, found in COMPILED:
-    copies = re.findall(r"(cp.async[.a-z]+|mma.sync|wgmma.mma_async)", found["ptx"])
-    print((name, found["shared"], sorted(set(copies))))
+    instructions = re.findall(r"(cp.async[.a-z]+|mma.sync|wgmma.mma_async)", found["ptx"])
+    print((name, found["shared"], sorted(set(instructions))))
 """)
     assert len(made) == 16
     for name, shared, instructions in made:
@@ -229,9 +229,8 @@ def test_bits_do_not_depend_on_who_loads_the_operands(dtype: torch.dtype) -> Non
     torch.manual_seed(5)
     x, w = random(300, 1600, dtype=dtype), random(2000, 1600, dtype=dtype) / 40  # tiles end within each of them
     whole = linear(x, w, tile=Tile(64, 64, 64, 4, 3)), gated_linear(x, w, None, "silu", tile=Tile(64, 64, 64, 4, 3))
-    for kind, tiles in {**_TMA_TILES, **_MANY_ROWS_BY_TMA}.items():
-        for t in tiles.values() if isinstance(tiles, dict) else tiles:
-            if kind in ("gated", 2):
-                assert torch.equal(gated_linear(x, w, None, "silu", tile=t), whole[1]), f"gated {t}"
-            else:
-                assert torch.equal(linear(x, w, tile=t), whole[0]), f"{t}"
+    tiles = [(t, 2 if kind == "gated" else 1) for kind, found in _TMA_TILES.items() for t in found.values()]
+    tiles += [(t, num_weights) for num_weights, found in _MANY_ROWS_BY_TMA.items() for t in found]
+    for t, num_weights in tiles:
+        y = linear(x, w, tile=t) if num_weights == 1 else gated_linear(x, w, None, "silu", tile=t)
+        assert torch.equal(y, whole[num_weights - 1]), f"{t}"
