@@ -71,11 +71,30 @@ def products() -> None:
                 gated_linear(x, w, None, "silu", tile=tile_of(rows, out, k, 2, tma=tma))
 
 
-def faulty() -> None:
-    """Two kernels that it must complain about: one reads what is still being copied, one writes to nobody's memory."""
+def faulty_race() -> None:
+    """A kernel whose warps read what others have stored without waiting for them, which racecheck must report."""
+    _race_kernel[(1,)](torch.empty(512, dtype=torch.int32, device=DEVICE), num_warps=4)
+
+
+def faulty_copy() -> None:
+    """A kernel that reads what is still being copied to shared memory."""
     x = torch.zeros(128, device=DEVICE)
     _early_kernel[(1,)](x, torch.empty_like(x), num_warps=4)
-    _outside_kernel[(1,)](x, num_warps=4)
+
+
+def faulty_write() -> None:
+    """A kernel that writes to nobody's memory, which memcheck must report."""
+    _outside_kernel[(1,)](torch.zeros(128, device=DEVICE), num_warps=4)
+
+
+@gluon.jit
+def _race_kernel(y_ptr):
+    at = gl.arange(0, 512, gl.BlockedLayout([4], [32], [4], [0]))
+    kept = gl.allocate_shared_memory(gl.int32, [512], gl.SwizzledSharedLayout(1, 1, 1, [0]), at)
+    # Gluon knows what its own loads read, and lets them wait.
+    read: gl.constexpr = "{ .reg .u32 a; mov.u32 a, global_smem; add.u32 a, a, $1; ld.shared.u32 $0, [a]; }"
+    x = gl.inline_asm_elementwise(read, "=r,r", [(511 - at) * 4], dtype=gl.int32, is_pure=False, pack=1)
+    gl.store(y_ptr + at, x + kept.load(at.type.layout))
 
 
 @gluon.jit
@@ -95,7 +114,9 @@ def _outside_kernel(x_ptr):
     gl.store(x_ptr + (1 << 40) + at, at.to(gl.float32))
 
 
-GROUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (native, codes, shared, products, faulty)}
+GROUPS: dict[str, Callable[[], None]] = {
+    f.__name__: f for f in (native, codes, shared, products, faulty_race, faulty_copy, faulty_write)
+}
 
 
 def _attend(shape: tuple[str, int | None, int, int, int], way: HopperKernel | None, first: int) -> None:
@@ -120,7 +141,7 @@ def _by(way: HopperKernel | None, first: int) -> Iterator[None]:
 def main(names: list[str]) -> None:
     """Launch groups of kernels; all but the faulty ones if none is named."""
     torch.manual_seed(0)
-    for name in names or [name for name in GROUPS if name != "faulty"]:
+    for name in names or [name for name in GROUPS if not name.startswith("faulty")]:
         start = time.perf_counter()
         GROUPS[name]()
         if DEVICE == "cuda":

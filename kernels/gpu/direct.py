@@ -179,7 +179,7 @@ DIRECT = HopperKernel(
     direct_kernel,
     ROWS.value,
     WARPS.value,
-    max_registers=128,
+    max_registers=168,
     kinds=KINDS,
     head_dims=(HEAD_DIM.value,),
     min_context=1024,
