@@ -397,13 +397,17 @@ def rope(formats: str, path: str | None) -> None:
 
 @main.command()
 @click.option("--format", "kv_cache_dtype", default="int8", help="A value of kv_cache_dtype.")
-def launch(kv_cache_dtype: str) -> None:
-    """Launch the kernels that `direct` compares once each, over 32 sequences of 8,192 tokens, for a profiler."""
-    case = Case(32, 8192, 1, kv_cache_dtype=kv_cache_dtype)
+@click.option("--sequences", default=32)
+@click.option("--context", default=8192)
+@click.option("--nodes", default=1)
+def launch(kv_cache_dtype: str, sequences: int, context: int, nodes: int) -> None:
+    """Launch attention once each by chains, by trees and by each kernel over codes that takes them, for a profiler."""
+    case = Case(sequences, context, nodes, kv_cache_dtype=kv_cache_dtype)
     page = case.pages[0]
-    for name in ("shared", "direct", "single"):
+    for name in ("shared",) if kv_cache_dtype == "auto" else ("shared", *CODES):
         with only(CODES.get(name)):
-            tree_attention(case.q, page.k[0], page.v[0], case.work, scale=case.head_dim**-0.5)
+            for meta in (case.work, case.meta):
+                tree_attention(case.q, page.k[0], page.v[0], meta, scale=case.head_dim**-0.5)
     torch.cuda.synchronize()
 
 

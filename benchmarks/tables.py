@@ -183,10 +183,10 @@ def _attention(name: str) -> str:
 def products() -> str:
     """Return how fast our matrix products are against the library's on a GPU, by number of rows."""
     ratios: dict[tuple[str, str], dict[int, str]] = {}
-    for r in read("products_h100")["rows"]:
+    for r in read("products_h200")["rows"]:
         ratios.setdefault((r["model"], r["product"]), {})[r["rows"]] = f"{r['cublas'] / r['ours']:.2f}"
-    shown = ([*name, *(by_rows[n] for n in (1, 64, 4096))] for name, by_rows in ratios.items())
-    return table(("model", "product", "1 row", "64", "4,096"), shown)
+    shown = ([*name, *(by_rows[n] for n in (1, 16, 32, 64, 128, 512, 4096))] for name, by_rows in ratios.items())
+    return table(("model", "product", "1 row", "16", "32", "64", "128", "512", "4,096"), shown)
 
 
 def linear() -> str:

@@ -4,6 +4,8 @@ Importing this replaces Triton's driver: launches then take CPU tensors, compile
 """
 
 import re
+import subprocess
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -68,6 +70,17 @@ def pretend(capability: int, room: int) -> None:
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 kernel.device_caches.clear()  # which remember the GPU that they were first compiled for
+
+
+def registers(made: dict[str, Any]) -> tuple[int, int]:
+    """How many registers a thread has, and the bytes of memory that hold what found none."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [(count, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", shown)
+    return int(count), int(stack)
 
 
 def multiply(out: int, k: int, *, rows: int = 1, gated: bool = False, by_tma: bool = False) -> None:

@@ -179,9 +179,8 @@ DIRECT = HopperKernel(
     direct_kernel,
     ROWS.value,
     WARPS.value,
-    max_registers=168,
+    max_registers={HEAD_DIM.value: 168},
     kinds=KINDS,
-    head_dims=(HEAD_DIM.value,),
     min_context=1024,
 )
 """It is ahead of `chain_kernel` from there on, of 1 to 32 sequences (`benchmarks/results/direct_h200.json`)."""

@@ -201,9 +201,9 @@ class HopperKernel:
         kernel: of a program for each tile of nodes, key head and split.
         rows: most rows × grouped heads of a tile.
         warps: of a program.
-        max_registers: of a thread of a program that takes one split.
+        max_registers: of a thread of a program that takes one split, by the sizes of heads that it is made for. With
+            fewer, one more program may share a multiprocessor, and what finds no register goes to memory.
         kinds: formats of pages that it reads.
-        head_dims: sizes of heads that it is made for.
         min_rows: fewest rows × grouped heads of a tile; None: as many as `rows`.
         min_context: it is the faster one for contexts from this length on,
         min_programs: and where it has as many programs,
@@ -219,9 +219,8 @@ class HopperKernel:
     kernel: Any
     rows: int
     warps: int
-    max_registers: int
+    max_registers: dict[int, int]
     kinds: Sequence[str]
-    head_dims: Sequence[int]
     min_rows: int | None = None
     min_context: int = 0
     min_programs: int = 0
@@ -249,7 +248,7 @@ class HopperKernel:
         made_for = (
             pages.kind.value in self.kinds
             and q.dtype in (torch.bfloat16, torch.float16)
-            and q.shape[2] in self.head_dims
+            and q.shape[2] in self.max_registers
             and (self.min_rows or self.rows) <= work.tree_block <= self.rows
             and on_hopper(q.device)
             and not sizes["SOFTCAP"]
@@ -283,5 +282,6 @@ class HopperKernel:
         self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
             work.block_table.stride(0), len(work.tree_rows), int(work.early), scale, *constants, num_warps=self.warps,
-            maxnreg=self.max_registers if first == 1 else 255, enable_fp_fusion=False, launch_pdl=sizes["PDL"],
+            maxnreg=self.max_registers[q.shape[2]] if first == 1 else 255, enable_fp_fusion=False,
+            launch_pdl=sizes["PDL"],
         )  # fmt: skip

@@ -313,7 +313,7 @@ def wide_kernel(
 
 
 WIDE = HopperKernel(
-    wide_kernel, ROWS.value, WARPS.value, max_registers=255, kinds=KINDS, head_dims=(HEAD_DIM.value,), min_context=4096,
+    wide_kernel, ROWS.value, WARPS.value, max_registers={HEAD_DIM.value: 255}, kinds=KINDS, min_context=4096,
     merged=(2, 1 << 25),
 )  # fmt: skip
 """In shorter contexts, whose splits are two tiles each, the other kernels are about as fast or ahead
