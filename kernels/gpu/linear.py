@@ -58,67 +58,62 @@ def _load_rows(x_at, k, at, row, num_rows, K: tl.constexpr, BLOCK_K: tl.constexp
     return x
 
 
+@triton.jit
+def _load_x(
+    x_ptr, x_at, k, at, row, num_rows, K: tl.constexpr, BLOCK_K: tl.constexpr, LONE: tl.constexpr
+):  # fmt: skip
+    """Step k of a tile's rows."""
+    return _same_rows(x_ptr + k + at, row.shape[0]) if LONE else _load_rows(x_at, k, at, row, num_rows, K, BLOCK_K)
+
+
+@triton.jit
+def _load_weights(w_at, k, at, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Step k of a tile's weights, [BLOCK_K, BLOCK_OUT]."""
+    if K % BLOCK_K == 0:
+        w = tl.load(w_at + k)
+    else:
+        w = tl.load(w_at + k, mask=at[:, None] < K - k, other=0.0)
+    return w
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # compiled for one row alone, the loads of x would not be pipelined
 def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, LONE: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
+    LONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A tile of a product, or with an activation of a gated one: then the weights of `up` stand behind the gate's."""
+    GATED: tl.constexpr = ACTIVATION is not None
     row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = out_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     at = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
     w_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
-    if OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS:
+    up_at = w_at + OUT * K
+    BITS: tl.constexpr = (2 if GATED else 1) * OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth
+    if BITS <= SMALL_BITS:
         prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
-    wait_for_inputs(PDL)
+        if GATED:
+            prefetch(_first_lines(w_ptr, OUT + col % OUT, K), PDL)
+    wait_for_inputs(PDL, not GATED or BITS <= SMALL_BITS)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+    up = acc
     for k in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            w = tl.load(w_at + k)
+        if GATED:  # each kind loads in the order in which it was timed
+            x = _load_x(x_ptr, x_at, k, at, row, num_rows, K, BLOCK_K, LONE)
+            w, w_up = _load_weights(w_at, k, at, K, BLOCK_K), _load_weights(up_at, k, at, K, BLOCK_K)
         else:
-            w = tl.load(w_at + k, mask=at[:, None] < K - k, other=0.0)
-        x = _same_rows(x_ptr + k + at, BLOCK_ROWS) if LONE else _load_rows(x_at, k, at, row, num_rows, K, BLOCK_K)
+            w = _load_weights(w_at, k, at, K, BLOCK_K)
+            x = _load_x(x_ptr, x_at, k, at, row, num_rows, K, BLOCK_K, LONE)
         acc = tl.dot(x, w, acc, input_precision="ieee")
+        if GATED:
+            up = tl.dot(x, w_up, up, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias_ptr + col % OUT)[None, :].to(tl.float32)
-    y_at = y_ptr + row.to(tl.int64)[:, None] * OUT + col[None, :]
-    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & (col < OUT)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gated_linear_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-    LONE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
-    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    col = out_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    at = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
-    gate_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
-    up_at = gate_at + OUT * K
-    EARLY: tl.constexpr = 2 * OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth <= SMALL_BITS
-    if EARLY:
-        prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
-        prefetch(_first_lines(w_ptr, OUT + col % OUT, K), PDL)
-    wait_for_inputs(PDL, EARLY)
-    gate = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
-    up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x = _same_rows(x_ptr + k + at, BLOCK_ROWS) if LONE else _load_rows(x_at, k, at, row, num_rows, K, BLOCK_K)
-        if K % BLOCK_K == 0:
-            g, u = tl.load(gate_at + k), tl.load(up_at + k)
-        else:
-            g = tl.load(gate_at + k, mask=at[:, None] < K - k, other=0.0)
-            u = tl.load(up_at + k, mask=at[:, None] < K - k, other=0.0)
-        gate = tl.dot(x, g, gate, input_precision="ieee")
-        up = tl.dot(x, u, up, input_precision="ieee")
-    if BIAS:
-        gate += tl.load(bias_ptr + col % OUT)[None, :].to(tl.float32)
+    if GATED and BIAS:
         up += tl.load(bias_ptr + OUT + col % OUT)[None, :].to(tl.float32)
-    y = gated(gate, up, ACTIVATION, y_ptr.dtype.element_ty)
+    y = gated(acc, up, ACTIVATION, y_ptr.dtype.element_ty) if GATED else acc.to(y_ptr.dtype.element_ty)
     y_at = y_ptr + row.to(tl.int64)[:, None] * OUT + col[None, :]
     tl.store(y_at, y, mask=(row < num_rows)[:, None] & (col < OUT)[None, :])
 
@@ -137,18 +132,7 @@ def linear(
     Returns:
         [N, out], contiguous.
     """
-    (out, k), n = weight.shape, len(x)
-    y = torch.empty(n, out, dtype=x.dtype, device=x.device)
-    t = tile or _tile(x, weight, 1)
-    if t.tma and n:
-        tma_linear(x, weight, bias, y, t)
-    elif n:
-        _linear_kernel[grid_of(n, out, t)](
-            x, weight, weight if bias is None else bias, y, n, row_stride(x), out, k, bias is not None,
-            t.rows, t.out, t.k, n == 1 and k % t.k == 0, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
-            **overlap(x.device),
-        )  # fmt: skip
-    return y
+    return _multiply(x, weight, bias, None, tile or _tile(x, weight, 1))
 
 
 def gated_linear(
@@ -174,13 +158,20 @@ def gated_linear(
         [N, I], contiguous.
     """
     assert activation in ACTIVATIONS
-    out, k, n = len(weight) // 2, weight.shape[1], len(x)
+    return _multiply(x, weight, bias, activation, tile or _tile(x, weight, 2))
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, tile: Tile
+) -> torch.Tensor:
+    """A product, or with an activation a gated one."""
+    n, k, t = len(x), weight.shape[1], tile
+    out = len(weight) // (1 if activation is None else 2)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
-    t = tile or _tile(x, weight, 2)
     if t.tma and n:
         tma_linear(x, weight, bias, y, t, activation)
     elif n:
-        _gated_linear_kernel[grid_of(n, out, t)](
+        _linear_kernel[grid_of(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, row_stride(x), out, k, bias is not None, activation,
             t.rows, t.out, t.k, n == 1 and k % t.k == 0, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
             **overlap(x.device),

@@ -42,7 +42,7 @@ def _tma_kernel(
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a product; with an activation of a gated one, as `_gated_linear_kernel`. Outside a matrix are zeros.
+    """A tile of a product; with an activation of a gated one, as `_linear_kernel`. Outside a matrix are zeros.
 
     A warp group's matrix instructions have 64 rows: where x has fewer, the weights are the left operand.
     """
@@ -89,7 +89,7 @@ def tma_linear(
     bias: torch.Tensor | None,
     y: torch.Tensor,
     tile: Tile,
-    activation: str | None = None,
+    activation: str | None,
 ) -> None:
     """Write x @ weight.T + bias to y, or activation(gate) · up of a merged projection, as `gpu/linear.py` does.
 
