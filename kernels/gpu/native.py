@@ -1,8 +1,8 @@
 """Attention of nodes over native pages, whose keys and values come through a ring of shared memory. In Gluon.
 
 A ring of three places holds keys, values, keys, … of one tile after the other: while one is used, two are on their way.
-It takes so little room that three programs of 64 rows run on a multiprocessor, or four of 16: one's products beside
-another's weights. Where the kernel before writes none of it, the first copies begin while that one still runs.
+It takes so little room that three programs or more run on a multiprocessor: one's products beside another's weights.
+Where the kernel before writes none of it, the first copies begin while that one still runs.
 
 The bits are those of `gpu/chain.py` and `gpu/tree.py` (`tests/test_direct.py`): the same sums, one after the other.
 Those kernels are for all else: other sizes of heads than 64 and 128, fp32, windows, other GPUs.
