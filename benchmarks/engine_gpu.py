@@ -159,7 +159,7 @@ def nodes(model: str, context: int, path: str | None) -> None:
 
 @main.command()
 @click.option("--layers", default=8, help="Of the 8b shape: fewer take less time, and are as far beyond the cache.")
-@click.option("--nodes", "counts", default="1,16,64")
+@click.option("--nodes", "counts", default="1,16,32,64")
 @click.option("--context", default=1024)
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def tiles(layers: int, counts: str, context: int, path: str | None) -> None:
@@ -178,7 +178,7 @@ def tiles(layers: int, counts: str, context: int, path: str | None) -> None:
             share = min(map(len, chosen.values())) / len(found)  # a step has one of the rarest
             slower = {
                 str(astuple(tile)): round((_step_us(target, grid, product, tile) - _step_us(target, grid)) * share, 2)
-                for tile in _tiles_beside(found[0], product, num_nodes)
+                for tile in _tiles_beside(found[0], product)
             }
             slower = dict(sorted(slower.items(), key=itemgetter(1)))
             rows.append(row | {"chosen": str(astuple(found[0])), "slower_by_us": slower})
@@ -209,10 +209,10 @@ def _step_us(
         return measure(CapturedStep(target, grid), grid, repeats=25, warmup=4)[0][0][0] * 1e6
 
 
-def _tiles_beside(tile: Tile, product: Product, num_rows: int) -> list[Tile]:
+def _tiles_beside(tile: Tile, product: Product) -> list[Tile]:
     """Tiles that differ in one size, twice as much or half, or in one or two stages, and fit in shared memory.
 
-    On a Hopper GPU also the one whose operands are loaded in the other way.
+    Also those that other numbers of rows take, and on a Hopper GPU those whose operands are loaded in the other way.
     """
     sizes = [
         replace(tile, **{name: n})
@@ -226,8 +226,9 @@ def _tiles_beside(tile: Tile, product: Product, num_rows: int) -> list[Tile]:
         for t in (*sizes, *stages)
         if 16 <= t.out <= most and t.k <= most and t.stages >= 2 and t.num_bytes(product[2]) <= 225_000
     ]
-    other = tile_of(num_rows, *product, tma=on_hopper(torch.device("cuda")) and not tile.tma)
-    return fitting if other == tile else [*fitting, other]
+    ways = (False, True) if on_hopper(torch.device("cuda")) else (False,)
+    others = [tile_of(n, *product, tma=way) for n in (1, 16, 32, 64) for way in ways]
+    return [t for t in dict.fromkeys([*fitting, *others]) if t != tile]
 
 
 @main.command()
