@@ -59,9 +59,7 @@ def _load_rows(x_at, k, at, row, num_rows, K: tl.constexpr, BLOCK_K: tl.constexp
 
 
 @triton.jit
-def _load_x(
-    x_ptr, x_at, k, at, row, num_rows, K: tl.constexpr, BLOCK_K: tl.constexpr, LONE: tl.constexpr
-):  # fmt: skip
+def _load_x(x_ptr, x_at, k, at, row, num_rows, K: tl.constexpr, BLOCK_K: tl.constexpr, LONE: tl.constexpr):
     """Step k of a tile's rows."""
     return _same_rows(x_ptr + k + at, row.shape[0]) if LONE else _load_rows(x_at, k, at, row, num_rows, K, BLOCK_K)
 
