@@ -1,8 +1,8 @@
 """Times the GPU kernels in CUDA graphs, with inputs that come from memory, not from the cache.
 
-    python benchmarks/kernels_gpu.py products --json benchmarks/results/products_h100.json
-    python benchmarks/kernels_gpu.py attention --json benchmarks/results/attention_h100.json
-    python benchmarks/kernels_gpu.py formats --json benchmarks/results/formats_h100.json
+    python benchmarks/kernels_gpu.py products --json benchmarks/results/products_h200.json
+    python benchmarks/kernels_gpu.py attention --json benchmarks/results/attention_h200.json
+    python benchmarks/kernels_gpu.py formats --json benchmarks/results/formats_h200.json
     python benchmarks/kernels_gpu.py direct --json benchmarks/results/direct_h200.json
     python benchmarks/kernels_gpu.py wide --json benchmarks/results/wide_h200.json
     python benchmarks/kernels_gpu.py rope --json benchmarks/results/rope_h200.json

@@ -368,7 +368,10 @@ for nodes, name, first in (1, "single", 1), (1, "direct", 1), (16, "wide", 1), (
     [("NATIVE", 16, 128, 3), ("NATIVE", 16, 64, 3), ("NATIVE_NARROW", 4, 128, 3), ("NATIVE_NARROW", 4, 64, 4)],
 )
 def test_programs_that_share_a_multiprocessor(way: str, nodes: int, dim: int, programs: int) -> None:
-    """Nothing but the ring and what products take from shared memory is there, and copies are of sixteen bytes."""
+    """Nothing but the ring and what products take from shared memory is there, and copies are of sixteen bytes.
+
+    Registers are enough for what a program holds, and few enough for as many programs.
+    """
     kernels = on_hopper(f"""
 from tests.hopper import COMPILED, attend, registers
 for chains in (True, False):
@@ -380,7 +383,8 @@ for name, made in COMPILED:
     assert len(kernels) == 2
     for ttgir, ptx_text, shared, (count, stack) in kernels:
         assert programs * (shared + 1024) <= 228 << 10, "one KiB of each program's is the driver's"
-        assert programs * 128 * -(-count // 8) * 8 <= 65536 and not stack
+        assert programs * 128 * -(-count // 8) * 8 <= 65536, "eight of a thread's registers are given at once"
+        assert not stack
         loaded, stored, used = of_shared_memory(ttgir)
         copies = re.findall(r"cp.async\S+ .*, (0x\w+), (\S+);", ptx_text)
         assert {size for size, _ in copies} == {"0x10"} and not stored
@@ -395,7 +399,7 @@ for name, made in COMPILED:
 
 
 def test_registers_of_narrow_kernels_over_codes_are_enough() -> None:
-    """With too few, a program of four warps puts some of what it holds into memory: most of them were slower."""
+    """With too few, a program of four warps puts some of what it holds into memory."""
     found = on_hopper("""
 from tests.hopper import COMPILED, attend, registers
 for kind in "int8", "fp8", "int4":

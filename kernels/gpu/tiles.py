@@ -95,7 +95,7 @@ def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int
     """Choose the tile for [num_rows, k] by `num_weights` matrices [out, k] of `itemsize` bytes an element.
 
     Up to 64 rows of a large model they were the fastest in captured steps on an H200 (`engine_gpu.py tiles` tries those
-    beside them), others by themselves on an H100 (`kernels_gpu.py products --search`).
+    beside them), others by themselves on an H100, and with TMA on an H200 (`kernels_gpu.py products --search`).
 
     Args:
         num_rows, out, k, num_weights, itemsize: the product.
