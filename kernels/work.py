@@ -35,6 +35,7 @@ class AttentionWork:
         max_context: no context is longer.
         nodes_per_sequence: n where row i is node i % n of sequence i // n, and there are no other rows; else 0.
         chains: whether all trees are chains; `nodes_per_sequence` is set then.
+        pairs: whether each two of `tree_tiles`, one behind the other, are of one sequence.
         early: whether all of this, and the keys and values of contexts, may be read while the kernel that was launched
             before attention still runs.
     """
@@ -52,6 +53,7 @@ class AttentionWork:
     max_context: int
     nodes_per_sequence: int = 0
     chains: bool = False
+    pairs: bool = False
     early: bool = False
 
     def work(self, group: int, max_block: int) -> "AttentionWork":
@@ -91,6 +93,7 @@ def make_work(
     flat = torch.tensor([*context_lens, *chain(*parts)], dtype=torch.int32, device=positions.device)
     blocks = chunk_block, tree_block
     work = assemble(flat, ends, block_table.to(torch.int32), positions, ancestors, blocks, max(context_lens))
+    work = replace(work, pairs=_in_pairs(num_nodes, tree_block // group))
     if set(num_nodes) == {1} and not any(num_causal):
         return replace(work, nodes_per_sequence=1, chains=True)
     return work
@@ -196,6 +199,7 @@ def uniform_work(
         max_context=max_context,
         nodes_per_sequence=num_nodes,
         chains=chains,
+        pairs=_in_pairs([num_nodes], block // group),
         early=True,
     )
 
@@ -214,6 +218,11 @@ def tile_block(num_rows: int, group: int, max_block: int) -> int:
     """Rows × grouped heads of a tile that is to hold `num_rows` rows, or as many as fit."""
     needed = max(MIN_BLOCK, group, min(num_rows * group, max_block))
     return 1 << (needed - 1).bit_length()
+
+
+def _in_pairs(num_nodes: Sequence[int], rows: int) -> bool:
+    """Return whether the nodes of each sequence, in tiles of as many rows, are an even number of tiles."""
+    return any(num_nodes) and all(-(-n // rows) % 2 == 0 for n in num_nodes)
 
 
 def _tiles(parts: Sequence[tuple[int, int, int]], rows: int) -> list[tuple[int, int, int]]:

@@ -7,14 +7,16 @@ What a kernel computes, reads and writes can be tested so; that its layouts fit 
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from threading import Condition, get_ident
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec.kernels.gpu.pages import PagePointers
 from tests import ptx
@@ -23,6 +25,8 @@ GARBAGE = 0x5B
 """What each byte of a value holds that was not loaded."""
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float16": torch.float16}
 _WORD = "uint32"
+PATIENCE = 60
+"""Seconds after which a barrier that isn't complete is taken for one that never will be."""
 _GARBAGE_WORD = GARBAGE * 0x01010101
 
 
@@ -82,16 +86,26 @@ def _is_pointer(x: Any) -> bool:
     return isinstance(x, Pointer)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "or_", "and_"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "or_", "and_", "xor"):
     _operator(_name, getattr(operator, _name))
 
 
 @dataclass
 class Before:
-    """What a program sees of the kernel before: what stands in tensors, by their addresses, until it has waited."""
+    """What a program sees of the kernel before: what stands in tensors, by their addresses, until it has waited.
+
+    Warps that go their own way wait for themselves, each group of them a thread here.
+    """
 
     stands: Mapping[int, Tensor] = field(default_factory=dict)
-    waited: bool = False
+    threads: set[int] = field(default_factory=set)
+
+    @property
+    def waited(self) -> bool:
+        return get_ident() in self.threads
+
+    def wait(self) -> None:
+        self.threads.add(get_ident())
 
 
 class Pointer:
@@ -165,6 +179,9 @@ class Shared:
     def permute(self, order: Sequence[int]) -> "Shared":
         return Shared(self.tensor.permute(list(order)))
 
+    def slice(self, start: int, length: int, dim: int) -> "Shared":
+        return Shared(self.tensor.narrow(dim, start, length))
+
 
 class AsyncCopy:
     """Copies that come when they are waited for, and not before; what nothing was copied to becomes 0."""
@@ -188,11 +205,98 @@ class AsyncCopy:
                 to.copy_(value)
 
 
+class Barriers:
+    """Barriers in shared memory, by their addresses, and copies that complete them.
+
+    A copy leaves garbage behind where it goes, until the barrier that it completes was waited for.
+    """
+
+    def __init__(self) -> None:
+        self._barriers: dict[int, _Barrier] = {}
+        self._changed = Condition()
+
+    def MBarrierLayout(self) -> None:  # noqa: N802
+        return None
+
+    def init(self, at: Shared, count: int) -> None:
+        self._barriers[at.tensor.data_ptr()] = _Barrier(count, count)
+
+    def arrive(self, at: Shared, *, count: int) -> None:
+        with self._changed:
+            self._of(at).arrive(count)
+            self._changed.notify_all()
+
+    def expect(self, at: Shared, num_bytes: int) -> None:
+        with self._changed:
+            self._of(at).missing += num_bytes
+            self._of(at).arrive(1)
+            self._changed.notify_all()
+
+    def wait(self, at: Shared, phase: Any) -> None:
+        with self._changed:
+            barrier, parity = self._of(at), int(_plain(phase))
+            assert self._changed.wait_for(lambda: barrier.phase % 2 != parity, PATIENCE), "never complete"
+            for to, value in barrier.brought:
+                to.copy_(value)
+            barrier.brought.clear()
+
+    def async_copy_global_to_shared(self, desc: "Described", at: Sequence[Any], done: Shared, to: Shared) -> None:
+        with self._changed:
+            to.tensor.fill_(torch.nan)
+            self._of(done).bring(to.tensor, desc.box(*(int(_plain(x)) for x in at)))
+            self._changed.notify_all()
+
+    def _of(self, at: Shared) -> "_Barrier":
+        return self._barriers[at.tensor.data_ptr()]
+
+
+@dataclass
+class _Barrier:
+    """How many arrivals complete it, how many are missing, and bytes; how often it was complete; what was brought."""
+
+    count: int
+    pending: int
+    missing: int = 0
+    phase: int = 0
+    coming: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    brought: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def arrive(self, count: int) -> None:
+        assert count <= self.pending, "more arrivals than there are to be"
+        self.pending -= count
+        self._complete()
+
+    def bring(self, to: Tensor, value: Tensor) -> None:
+        self.missing -= value.numel() * value.element_size()
+        self.coming.append((to, value))
+        self._complete()
+
+    def _complete(self) -> None:
+        assert self.missing >= 0 or self.pending, "more bytes than were expected"
+        if not self.pending and not self.missing:
+            self.brought += self.coming
+            self.coming, self.pending = [], self.count
+            self.phase += 1
+
+
+class Described:
+    """A matrix in global memory, and the boxes of it that are brought at once."""
+
+    def __init__(self, desc: TensorDescriptor, before: Before) -> None:
+        self._pointer, self._shape, self._block = Pointer(desc.base, before), desc.shape, desc.block_shape
+
+    def box(self, row: int, column: int) -> Tensor:
+        rows, columns = (first + torch.arange(n) for first, n in zip((row, column), self._block, strict=True))
+        assert row + len(rows) <= self._shape[0] and column + len(columns) <= self._shape[1]
+        there = torch.ones(len(rows), len(columns), dtype=torch.bool)
+        return (self._pointer + (rows[:, None] * self._shape[1] + columns)).read(there, None)
+
+
 @dataclass(frozen=True)
 class Awaited:
-    """A product that nobody has waited for."""
+    """A product that nobody has waited for: its operands may not change until then."""
 
-    value: Value
+    make: Callable[[], Value]
 
 
 class Language:
@@ -200,8 +304,8 @@ class Language:
 
     int32, int64, float32, float16, uint32 = "int32", "int64", "float32", "float16", _WORD
 
-    def __init__(self, program: Sequence[int], grid: Sequence[int]) -> None:
-        self._program, self._grid = program, grid
+    def __init__(self, program: Sequence[int], grid: Sequence[int], before: Before) -> None:
+        self._program, self._grid, self._before = program, grid, before
 
     def program_id(self, axis: int) -> Value:
         return Value(torch.tensor(self._program[axis], dtype=torch.int32))
@@ -219,6 +323,20 @@ class Language:
 
     def fence_async_shared(self) -> None: ...
 
+    def thread_barrier(self) -> None: ...
+
+    def warp_specialize(self, parts: Sequence[tuple[Any, Any]], num_warps: Sequence[int], regs: Sequence[int]) -> None:
+        assert len(parts) - 1 == len(num_warps) == len(regs)
+        inherited = get_ident() in self._before.threads
+
+        def run(part: Callable[..., None], args: Sequence[Any]) -> None:
+            (self._before.threads.add if inherited else self._before.threads.discard)(get_ident())
+            part(*args)
+
+        with ThreadPoolExecutor(len(parts)) as pool:
+            for done in [pool.submit(run, *part) for part in parts]:
+                done.result()
+
     def arange(self, start: int, end: int, layout: Any = None) -> Value:
         return Value(torch.arange(start, end, dtype=torch.int32))
 
@@ -235,7 +353,7 @@ class Language:
     ) -> Shared:
         if value is not None:
             return Shared(value.tensor.clone())
-        if dtype == _WORD:
+        if dtype in (_WORD, self.int64):
             return Shared(torch.full(list(shape), _GARBAGE_WORD))
         return Shared(torch.full(list(shape), torch.nan, dtype=_DTYPES[dtype]))
 
@@ -316,13 +434,15 @@ class Language:
     def warpgroup_mma(
         self, a: Value | Shared, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False
     ) -> Any:
-        product = a.tensor.float() @ b.tensor.float()
-        result = Value(product + acc.tensor if use_acc else product)
-        return Awaited(result) if is_async else result
+        def make() -> Value:
+            product = a.tensor.float() @ b.tensor.float()
+            return Value(product + acc.tensor if use_acc else product)
+
+        return Awaited(make) if is_async else make()
 
     def warpgroup_mma_wait(self, num_outstanding: int, deps: Sequence[Any]) -> Any:
         assert num_outstanding == 0
-        found = tuple(dep.value if isinstance(dep, Awaited) else dep for dep in deps)
+        found = tuple(dep.make() if isinstance(dep, Awaited) else dep for dep in deps)
         return found if len(found) > 1 else found[0]
 
 
@@ -346,10 +466,11 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, stands: Mapping[
         stands: by the addresses of tensors that the kernel before writes, what stands there until that one has ended.
     """
     for program in itertools.product(*map(range, grid)):
-        language, before = Language(program, grid), Before(stands or {})
+        before, barriers = Before(stands or {}), Barriers()
+        language = Language(program, grid, before)
         given = [_argument(arg, before) for arg in args]
-        cuda = SimpleNamespace(gdc_wait=partial(setattr, before, "waited", True), gdc_launch_dependents=lambda: None)
-        patched: dict[str, Any] = {"gl": language, "async_copy": AsyncCopy()}
+        cuda = SimpleNamespace(gdc_wait=before.wait, gdc_launch_dependents=lambda: None)
+        patched: dict[str, Any] = {"gl": language, "async_copy": AsyncCopy(), "mbarrier": barriers, "tma": barriers}
         patched["tl"] = SimpleNamespace(extra=SimpleNamespace(cuda=cuda))
         patched |= {
             name: getattr(language, name)
@@ -375,4 +496,6 @@ def _argument(arg: Any, before: Before) -> Any:
     if isinstance(arg, PagePointers):
         codes, scales = Pointer(arg.codes, before), Pointer(arg.scales, before)
         return PagePointers(codes, scales, arg.kind.value, arg.group.value)
+    if isinstance(arg, TensorDescriptor):
+        return Described(arg, before)
     return Pointer(arg, before) if isinstance(arg, Tensor) else arg

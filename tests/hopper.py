@@ -83,6 +83,16 @@ def registers(made: dict[str, Any]) -> tuple[int, int]:
     return int(count), int(stack)
 
 
+def warnings(made: dict[str, Any]) -> list[str]:
+    """What the assembler says of lost performance."""
+    with NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made["ptx"])
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return [line for line in shown.splitlines() if "Performance Loss" in line]
+
+
 def multiply(out: int, k: int, *, rows: int = 1, gated: bool = False, by_tma: bool = False) -> None:
     """Compile the product of so many rows with a bf16 matrix [out, k], or with two, as a captured step has it."""
     early = _Driver.capability >= 90
@@ -108,15 +118,16 @@ def attend(
 ) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of `dim` values.
 
-    `codes` is the kernel in Gluon that reads contexts, if one does: SINGLE, DIRECT, WIDE, NATIVE or NATIVE_NARROW;
-    `first` is how many splits its first part takes; `context` is how many keys a sequence has at most before its nodes.
+    `codes` is the kernel in Gluon that reads contexts, if one does: SINGLE, DIRECT, WIDE, PAIR, NATIVE or
+    NATIVE_NARROW; `first` is how many splits its first part takes; `context` is how many keys a sequence has at most
+    before its nodes.
     """
     heads, kv_heads = 32, 8
     pages = pages_of(pages_format, kv_heads, dim, dtype)
     rows = torch.zeros(num_nodes, dtype=torch.int64)
     group, table = heads // kv_heads, torch.zeros(1, 1, dtype=torch.int32)
     work = uniform_work(1, num_nodes, table, rows[:1].int(), rows, rows, group, context, chains)
-    for name in ("SINGLE", "DIRECT", "WIDE", "NATIVE", "NATIVE_NARROW"):
+    for name in ("SINGLE", "DIRECT", "WIDE", "PAIR", "NATIVE", "NATIVE_NARROW"):
         getattr(attention, name).takes = lambda *args, takes=name == codes: takes
         getattr(attention, name).first = lambda *args: first
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)

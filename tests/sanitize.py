@@ -41,6 +41,12 @@ def native() -> None:
             _attend(("native", 128, 16, 2, nodes), WAYS[name], first)
 
 
+def pair() -> None:
+    """Attention over native pages by two warp groups that share what a third one has brought."""
+    for nodes in (32, 55):
+        _attend(("native", 128, 16, 2, nodes), WAYS["pair"], NUM_SMALL)
+
+
 def codes() -> None:
     """Attention over codes in Gluon."""
     for kind, group in (("int8", 64), ("fp8", None), ("int4", 64)):
@@ -115,7 +121,7 @@ def _outside_kernel(x_ptr):
 
 
 GROUPS: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (native, codes, shared, products, faulty_race, faulty_copy, faulty_write)
+    f.__name__: f for f in (native, pair, codes, shared, products, faulty_race, faulty_copy, faulty_write)
 }
 
 

@@ -21,13 +21,14 @@ from specdec.kernels.formats import (
     quantize,
     store,
 )
-from specdec.kernels.gpu import attention, hopper
+from specdec.kernels.gpu import attention, hopper, pair
 from specdec.kernels.gpu.codes import HEAD_DIM
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.hopper import KEY_TILE, HopperKernel
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
 from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_parts, num_splits
 from specdec.kernels.gpu.pages import pointers
+from specdec.kernels.gpu.pair import PAIR
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.unpack import pairs_assembly, scales_assembly, word_assembly
 from specdec.kernels.gpu.wide import WIDE
@@ -38,9 +39,16 @@ from tests.test_formats import on_hopper
 
 DIM, TILE = HEAD_DIM.value, KEY_TILE.value
 GROUP, SCALE = 4, DIM**-0.5
-WAYS = {"single": SINGLE, "direct": DIRECT, "wide": WIDE, "native": NATIVE, "narrow": NATIVE_NARROW}
+WAYS: dict[str, HopperKernel] = {
+    "single": SINGLE,
+    "direct": DIRECT,
+    "wide": WIDE,
+    "pair": PAIR,
+    "native": NATIVE,
+    "narrow": NATIVE_NARROW,
+}
 MERGED = ("wide", "native", "narrow")
-"""They can take many splits together."""
+"""They can take many splits together, or one. `pair` always takes the small ones together."""
 NARROW = [
     ("int8", 64, 16, 2, 3),
     ("fp8", None, 32, 2, 4),
@@ -66,12 +74,18 @@ SHAPES = {
     "single": NARROW,
     "direct": NARROW,
     "wide": WIDER,
+    "pair": [("native", 128, 16, 2, 32), ("native", 64, 32, 1, 23), ("native", 128, 64, 1, 55)],
     "native": [("native", 128, 16, 2, 16), ("native", 64, 32, 1, 7), ("native", 128, 64, 1, 37)],
     "narrow": [("native", 128, 16, 2, 3), ("native", 128, 32, 3, 2), ("native", 64, 64, 1, 4)],
 }
 """Format, group size (native pages: size of a head), block size, key heads, nodes."""
 Shape = tuple[str, int | None, int, int, int]
 CASES = [(name, shape) for name in WAYS for shape in SHAPES[name]]
+
+
+def first_of(name: str) -> int:
+    """How many splits the first part takes where a kernel takes as few as it can."""
+    return NUM_SMALL if name == "pair" else 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,10 @@ def unused_pages(kind: str, group: int | None, size: tuple[int, int, int]) -> Pa
 @pytest.mark.parametrize("chains", [True, False])
 @pytest.mark.parametrize(
     ("name", "shape", "first"),
-    [*((*case, 1) for case in CASES), *((name, SHAPES[name][i], 3) for name in MERGED for i in (0, 2, -1))],
+    [
+        *((*case, first_of(case[0])) for case in CASES),
+        *((name, SHAPES[name][i], 3) for name in MERGED for i in (0, 2, -1)),
+    ],
     ids=str,
 )
 def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,13 +208,36 @@ def test_programs_wait_for_what_the_kernel_before_writes(
     heads, dim = b.q.shape[1:]
     sizes = {"H": heads, "G": heads // GROUP, "D": dim, "BLOCK_SIZE": shape[2], "SMALL": SMALL_SPLIT // TILE}
     sizes |= {"NUM": NUM_SMALL, "LARGE": LARGE_SPLIT // TILE, "PDL": True}
-    kernel, parts, found = way.kernel, num_parts(max(contexts) + shape[4], 1, 2), []
+    first = first_of(name)
+    kernel, parts, found = way.kernel, num_parts(max(contexts) + shape[4], first, 2), []
     for hidden in ({}, stands):
         states = [torch.zeros(parts, len(b.q), heads, *size) for size in ((), (), (dim,))]
         monkeypatch.setattr(way, "kernel", InTorch(kernel, hidden))
-        way.attend(b.q, [pointers(side) for side in b.pages], states, work, SCALE, parts, 1, sizes)
+        way.attend(b.q, [pointers(side) for side in b.pages], states, work, SCALE, parts, first, sizes)
         found.append(states)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(ON_GPU, reason="bits are compared there")
+@pytest.mark.parametrize("chains", [True, False])
+@pytest.mark.parametrize("programs", [1, 2, 3, 9])
+def test_splits_are_shared_by_any_number_of_programs(
+    programs: int, chains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of long contexts are those that the kernel with a program for each part leaves."""
+    contexts, nodes, found = [4096 + 127, 2048, 2047, 3000, 40], 17, []
+    b = make_batch(("native", 64, 16, 1, nodes), contexts, chains=chains)
+    parts = num_parts(max(contexts) + nodes, NUM_SMALL, 1 if chains else 2)
+    sizes = {"H": GROUP, "G": 1, "D": 64, "BLOCK_SIZE": 16, "SMALL": SMALL_SPLIT // TILE, "NUM": NUM_SMALL}
+    sizes |= {"LARGE": LARGE_SPLIT // TILE, "PDL": False}
+    monkeypatch.setattr(pair, "multiprocessors", lambda device: programs * len(contexts))
+    for way in NATIVE, PAIR:
+        monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
+        states = [torch.full((parts, len(b.q), GROUP, *size), torch.nan) for size in ((), (), (64,))]
+        way.attend(b.q, [pointers(side) for side in b.pages], states, b.work, SCALE, parts, NUM_SMALL, sizes)
+        found.append(states)
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got[:, :-1], want[:, :-1], rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def parts_in(pages: Pages) -> list[Tensor]:
@@ -225,6 +265,7 @@ def only(way: HopperKernel, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(other, "takes", lambda *args: False)
     monkeypatch.setattr(way, "min_context", 0)
     monkeypatch.setattr(way, "min_programs", 0)
+    monkeypatch.setattr(pair, "multiprocessors", lambda device: 1)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +298,10 @@ def test_which_kernel_reads_a_batch(
     [
         (1, 1, 512, "narrow", 1), (32, 4, 8192, "narrow", 1), (64, 1, 512, None, None), (1, 8, 1024, "native", 1),
         (8, 16, 1024, "native", 1), (16, 16, 1024, "native", 16), (8, 16, 8192, "native", 16),
-        (1, 64, 512, "native", 1), (8, 64, 16384, "native", 16), (8, 64, 32768, "native", 1),
+        (1, 64, 512, "native", 1), (1, 64, 8192, "native", 1), (1, 64, 16384, "pair", 16), (8, 64, 4096, "pair", 16),
+        (1, 48, 32768, "native", 1), (8, 8, 32768, "native", 1), (1, 32, 16384, "native", 1),
+        (1, 32, 32768, "pair", 16), (16, 64, 2048, "pair", 16), (16, 64, 1024, "native", 16),
+        (8, 48, 16384, "native", 16),
     ],
 )  # fmt: skip
 def test_which_kernel_reads_native_pages(
@@ -272,7 +316,7 @@ def test_which_kernel_reads_native_pages(
         with monkeypatch.context() as there:
             there.setattr(hopper, "on_hopper", lambda device: True)
             found = [(name, way.first(work, 8)) for name, way in WAYS.items() if way.takes(q, pages, work, sizes)]
-        assert found == ([] if name is None or dim == 80 else [(name, first)])
+        assert found[:1] == ([] if name is None or dim == 80 else [(name, first)])
 
 
 def one_block(kind: str) -> QuantizedPages:
@@ -296,7 +340,7 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
     way, launched = WAYS[name], []
     only(way, monkeypatch)
     monkeypatch.setattr(way, "attend", lambda *args, attend=way.attend: launched.append(attend(*args)))
-    for splits in (1, NUM_SMALL if name in MERGED else 1):
+    for splits in (first_of(name), NUM_SMALL if name in MERGED else first_of(name)):
         monkeypatch.setattr(way, "first", lambda *args, splits=splits: splits)
         assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
     assert len(launched) == 2, "all were of the same kernel"
@@ -396,6 +440,30 @@ for name, made in COMPILED:
             assert not loaded and used == values | {(queries, f"memdesc<{dim}x64xbf16")}
         else:
             assert loaded == {f"tensor<{dim}x64xbf16", f"tensor<64x{dim}xbf16"} and not used
+
+
+@pytest.mark.parametrize("dim", [128, 64])
+def test_two_tiles_of_nodes_share_what_is_brought(dim: int) -> None:
+    """One program fits a multiprocessor, and products take keys and values from where TMA put them.
+
+    They run beside other work: the compiler says where it lets them wait for each other instead.
+    """
+    kernels = on_hopper(f"""
+from tests.hopper import COMPILED, attend, registers, warnings
+for chains in (True, False):
+    attend(None, 64, chains=chains, codes="PAIR", first=16, dim={dim})
+for name, made in COMPILED:
+    if name == "pair_kernel":
+        print((str(made["ttgir"]), made["ptx"], made["shared"], registers(made), warnings(made)))
+""")
+    assert len(kernels) == 2
+    for ttgir, ptx_text, shared, (count, stack), said in kernels:
+        assert shared <= 227 << 10 and count <= 168 and stack <= 8 and not said
+        _, _, used = of_shared_memory(ttgir)
+        weights, one, values = "tensor<64x64xbf16", "memdesc<64x8xbf16", f"memdesc<64x{dim}xbf16"
+        assert used == {(weights, one), (weights, values), (values, f"memdesc<{dim}x64xbf16")}
+        assert "cp.async.bulk.tensor.2d" in ptx_text and not re.search(r"cp\.async\.c[ag]", ptx_text)
+        assert "evict_last" in ptx_text, "states stay in the cache"
 
 
 def test_registers_of_narrow_kernels_over_codes_are_enough() -> None:

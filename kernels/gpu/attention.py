@@ -20,6 +20,7 @@ from specdec.kernels.gpu.launch import overlap
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
 from specdec.kernels.gpu.online import LARGE_SPLIT, MANY_HEADS, NUM_SMALL, SMALL_SPLIT, key_tile, num_parts
 from specdec.kernels.gpu.pages import PagePointers, pointers
+from specdec.kernels.gpu.pair import PAIR
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
 from specdec.kernels.gpu.wide import WIDE
@@ -114,9 +115,8 @@ def tree_attention(
     work = meta.work(num_heads // num_kv_heads, max_block(head_dim))
     factors = (scale, 0.0 if softcap is None else softcap)
     pages = pointers(k_pages), pointers(v_pages)
-    way = next(
-        (way for way in (SINGLE, DIRECT, WIDE, NATIVE, NATIVE_NARROW) if way.takes(q, pages[0], work, shape)), None
-    )
+    ways = SINGLE, DIRECT, WIDE, PAIR, NATIVE, NATIVE_NARROW
+    way = next((way for way in ways if way.takes(q, pages[0], work, shape)), None)
     native = pages[0].kind.value == "native"
     first = _first_part(work, num_kv_heads, native, window) if way is None else way.first(work, num_kv_heads)
     call = _Call(q, pages, num_kv_heads, torch.empty_like(q), work, factors, sizes, shape, way, first)
@@ -180,7 +180,7 @@ def _run_chains(call: _Call) -> None:
             FIRST=call.first, WHOLE=whole, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not whole:
-        heads = 1 if call.first == 1 else 2  # of many rows, with few states each
+        heads = 1 if call.first == 1 or parts > 8 else 2  # of many rows, with few states each
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
             call.out, *state, work.positions, work.ancestors, num_rows, FIRST=call.first, HEADS=heads,

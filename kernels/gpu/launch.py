@@ -49,6 +49,12 @@ def shared_memory(device: torch.device) -> int:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; where kernels are compiled without one, as many as an H100."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Return the launch options of a kernel that calls `wait_for_inputs`: on Hopper GPUs and later it starts early."""
     early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -38,14 +38,14 @@ PLACES = gl.constexpr(3)
 
 _RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, WARPS.value], [16, 8]), 2))
 """Keys, values and ones as 16 rows' products take them; those of 64 rows take them from shared memory."""
-_KEPT = gl.constexpr(gl.NVMMASharedLayout(128, 16))
+KEPT = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 _KEPT_BOTH = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _KEPT_ACC = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 """Eight columns are four threads' of a row, and those of eight rows never share a bank."""
 
 
 @gluon.constexpr_function
-def _sums(rows, columns):
+def sums_layout(rows, columns):
     """The layout of sums: of 16 rows each warp has some columns, of 64 rows it has sixteen rows."""
     if rows == 16:
         return gl.NVMMADistributedLayout([2, 0], [1, WARPS.value], [16, 8])
@@ -53,28 +53,28 @@ def _sums(rows, columns):
 
 
 @gluon.constexpr_function
-def _row(rows, columns):
+def row_layout(rows, columns):
     """The layout of what there is one of in each row of these; a thread has the same rows whatever the columns."""
-    return gl.SliceLayout(1, _sums(rows, columns))
+    return gl.SliceLayout(1, sums_layout(rows, columns))
 
 
 @gluon.constexpr_function
-def _left(rows, columns):
+def left_layout(rows, columns):
     """The layout of a left operand in registers, of as many columns of sums."""
-    return gl.DotOperandLayout(0, _sums(rows, columns), 2)
+    return gl.DotOperandLayout(0, sums_layout(rows, columns), 2)
 
 
 @gluon.constexpr_function
-def _times(rows):
+def times(rows):
     """How many times a row's sum of weights is found."""
     return 8 * WARPS.value if rows == 16 else 8
 
 
 @gluon.constexpr_function
-def _queries(rows, dim):
+def query_layout(rows, dim):
     """The layout in which queries are loaded: as an operand in registers, or sixteen bytes a thread."""
     if rows == 16:
-        return _left(rows, 8)
+        return left_layout(rows, 8)
     return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [WARPS.value, 1], [1, 0])
 
 
@@ -126,7 +126,7 @@ def _begin(kept, k_pages, v_pages, head, blocks, tile, bounds, BLOCK_SIZE: gl.co
 @gluon.jit
 def _scores(q, keys, ROWS: gl.constexpr):
     """[ROWS, KEY_TILE], the products of queries and a tile's keys, which stand in a place of the ring."""
-    none = gl.zeros([ROWS, KEY_TILE], gl.float32, _sums(ROWS, KEY_TILE))
+    none = gl.zeros([ROWS, KEY_TILE], gl.float32, sums_layout(ROWS, KEY_TILE))
     keys = keys.permute((1, 0))
     if ROWS == 16:
         s = mma_v2(q, keys.load(_RIGHT), none)
@@ -137,17 +137,17 @@ def _scores(q, keys, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _tops(s, ROWS: gl.constexpr):
+def tops(s, ROWS: gl.constexpr):
     """The maximum of each row's scores; of 64 rows, of which a thread has many, by chains half as long side by side."""
     if ROWS == 64:
         s = gl.max(gl.reshape(s, [ROWS, KEY_TILE // 8, 8]), 1)
-    return _of(gl.max(s, 1), ROWS, KEY_TILE)
+    return row_values(gl.max(s, 1), ROWS, KEY_TILE)
 
 
 @gluon.jit
 def _weigh(total, acc, p, ones, values, ROWS: gl.constexpr):
     """Sums of weights and of weighted values, with a tile's weights [ROWS, KEY_TILE]."""
-    p = gl.convert_layout(p, _left(ROWS, acc.shape[1]))
+    p = gl.convert_layout(p, left_layout(ROWS, acc.shape[1]))
     if ROWS == 16:
         total = mma_v2(p, ones, total)
         acc = mma_v2(p, values.load(_RIGHT), acc)
@@ -189,12 +189,12 @@ def _attend(
         blocks = following
         place = stage_after(place, PLACES)
         if MASKED:
-            key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, _sums(ROWS, KEY_TILE)))
+            key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, sums_layout(ROWS, KEY_TILE)))
             s = gl.where((key + tile * KEY_TILE)[None, :] <= position[:, None], s, float("-inf"))
-        m, finite, keep = new_maximum(m, _tops(s, ROWS))
+        m, finite, keep = new_maximum(m, tops(s, ROWS))
         p = gl.exp2(s - finite[:, None]).to(q.dtype)
-        total = total * _of(keep, ROWS, _times(ROWS))[:, None]
-        acc = acc * _of(keep, ROWS, D)[:, None]
+        total = total * row_values(keep, ROWS, times(ROWS))[:, None]
+        acc = acc * row_values(keep, ROWS, D)[:, None]
         async_copy.wait_group(PLACES - 1)
         total, acc = _weigh(total, acc, p, ones, kept.index(place), ROWS)
         _fetch(kept, place, k_pages, head, blocks, tile + 2, bounds, WHOLE, BLOCK_SIZE, G)
@@ -203,17 +203,17 @@ def _attend(
 
 
 @gluon.jit
-def _of(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def row_values(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """What there is one of in each row, where sums of as many columns have it."""
-    return gl.convert_layout(x, _row(ROWS, COLUMNS), assert_trivial=True)
+    return gl.convert_layout(x, row_layout(ROWS, COLUMNS), assert_trivial=True)
 
 
 @gluon.jit
-def _empty(ROWS: gl.constexpr, D: gl.constexpr):
+def empty(ROWS: gl.constexpr, D: gl.constexpr):
     """The state before any key."""
-    m = gl.full([ROWS], float("-inf"), gl.float32, _row(ROWS, KEY_TILE))
-    total = gl.zeros([ROWS, _times(ROWS)], gl.float32, _sums(ROWS, _times(ROWS)))
-    return m, total, gl.zeros([ROWS, D], gl.float32, _sums(ROWS, D))
+    m = gl.full([ROWS], float("-inf"), gl.float32, row_layout(ROWS, KEY_TILE))
+    total = gl.zeros([ROWS, times(ROWS)], gl.float32, sums_layout(ROWS, times(ROWS)))
+    return m, total, gl.zeros([ROWS, D], gl.float32, sums_layout(ROWS, D))
 
 
 @gluon.jit
@@ -236,29 +236,29 @@ def _split(
 @gluon.jit
 def _keep(before, m, total, acc, ROWS: gl.constexpr):
     """Keep a state in shared memory."""
-    before[0].store(gl.join(m, _of(gl.max(total, 1), ROWS, KEY_TILE)))
+    before[0].store(gl.join(m, row_values(gl.max(total, 1), ROWS, KEY_TILE)))
     before[1].store(acc)
 
 
 @gluon.jit
 def _merge(before, m_next, total_next, acc_next, ROWS: gl.constexpr):
     """Put a split behind those before it, whose state is in shared memory."""
-    TIMES: gl.constexpr = _times(ROWS)
+    TIMES: gl.constexpr = times(ROWS)
     D: gl.constexpr = acc_next.shape[1]
     m, total = gl.split(before[0].load(gl.join(m_next, m_next).type.layout))
-    m, total = _of(m, ROWS, KEY_TILE), _of(total, ROWS, TIMES)
+    m, total = row_values(m, ROWS, KEY_TILE), row_values(total, ROWS, TIMES)
     top, finite, a = new_maximum(m, m_next)
     b = gl.exp2(m_next - finite)
-    total = total[:, None] * _of(a, ROWS, TIMES)[:, None] + total_next * _of(b, ROWS, TIMES)[:, None]
-    acc = before[1].load(_sums(ROWS, D)) * _of(a, ROWS, D)[:, None]
-    return top, total, acc + acc_next * _of(b, ROWS, D)[:, None]
+    total = total[:, None] * row_values(a, ROWS, TIMES)[:, None] + total_next * row_values(b, ROWS, TIMES)[:, None]
+    acc = before[1].load(sums_layout(ROWS, D)) * row_values(a, ROWS, D)[:, None]
+    return top, total, acc + acc_next * row_values(b, ROWS, D)[:, None]
 
 
 @gluon.jit
 def _store(to, part, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr):
     """Put down where a part ended."""
     states, tile, head, num_states = to
-    store_state(states, tile, head, part, num_states, _of(m, ROWS, _times(ROWS)), total, acc, H, GROUP)
+    store_state(states, tile, head, part, num_states, row_values(m, ROWS, times(ROWS)), total, acc, H, GROUP)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_states", "early"])
@@ -271,17 +271,17 @@ def native_kernel(
 ):  # fmt: skip
     """One part of one tile of nodes: of chains with their own keys, of trees without."""
     GROUP: gl.constexpr = H // G
-    QUERIES: gl.constexpr = _queries(ROWS, D)
+    QUERIES: gl.constexpr = query_layout(ROWS, D)
     tile, kv_head, part = program_of(tiles_ptr, early, FIRST, PDL)
     splits = splits_of(part, FIRST)
     reads = context_ptr, positions_ptr, ancestors_ptr
-    lane = gl.arange(0, ROWS, _row(ROWS, KEY_TILE))
+    lane = gl.arange(0, ROWS, row_layout(ROWS, KEY_TILE))
     asked, tiles, table, seen = part_of(
         tile, splits, lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
     )
     from_tile, whole, to_tile = tiles
     bounds = to_tile, seen[0]
-    kept = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [PLACES, KEY_TILE, D], _KEPT)
+    kept = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [PLACES, KEY_TILE, D], KEPT)
     COPIES: gl.constexpr = _copies(D)
     blocks = blocks_in(table, from_tile, COPIES, BLOCK_SIZE), blocks_in(table, from_tile + 1, COPIES, BLOCK_SIZE)
     of_context = (from_tile + 2) * KEY_TILE <= gl.load(context_ptr + tile[0]).to(gl.int32)
@@ -296,15 +296,15 @@ def native_kernel(
         d = gl.arange(0, D, gl.SliceLayout(0, QUERIES))
         q = gl.load(rows[:, None] + d[None, :], mask=ok[:, None], other=0.0)
         if ROWS == 16:
-            right = q, gl.full([KEY_TILE, _times(ROWS)], 1.0, q.dtype, _RIGHT)
+            right = q, gl.full([KEY_TILE, times(ROWS)], 1.0, q.dtype, _RIGHT)
         else:
             ones = gl.full([8, KEY_TILE], 1.0, q.dtype, QUERIES)
             right = (
-                gl.allocate_shared_memory(q.dtype, [ROWS, D], _KEPT, q),
-                gl.allocate_shared_memory(q.dtype, [8, KEY_TILE], _KEPT, ones).permute((1, 0)),
+                gl.allocate_shared_memory(q.dtype, [ROWS, D], KEPT, q),
+                gl.allocate_shared_memory(q.dtype, [8, KEY_TILE], KEPT, ones).permute((1, 0)),
             )
             fence_async_shared()
-        m, total, acc = _empty(ROWS, D)
+        m, total, acc = empty(ROWS, D)
         left = kept, table, to_tile, whole, seen[0], seen[1]
         to = (m_ptr, total_ptr, acc_ptr), tile, kv_head, num_states
         ahead = blocks[1], from_tile * 0
@@ -324,7 +324,7 @@ def native_kernel(
             end_merged, end_split = ends_of(splits, to_tile, CHAINS, SMALL, NUM, LARGE)
             for split in range(splits[0], end_split):
                 tiles = tiles_of(split, whole, to_tile, SMALL, NUM, LARGE)
-                m_of, total_of, acc_of = _empty(ROWS, D)
+                m_of, total_of, acc_of = empty(ROWS, D)
                 state = m_of, total_of, acc_of, ahead[0], ahead[1]
                 m_of, total_of, acc_of, of_next, place = _split(
                     tiles, state, right, left, k_pages, v_pages, kv_head, scale, ROWS, G, BLOCK_SIZE
