@@ -80,7 +80,7 @@ _TMA_TILES = {
     },
     "deep": {
         16: Tile(16, 64, 256, 4, 5, True),
-        64: Tile(32, 64, 256, 4, 4, True),
+        64: Tile(32, 64, 128, 4, 8, True),
     },
 }
 """Tiles by TMA of a large model's products, by the most rows. Of many inputs, 64 rows are two tiles that share weights:
