@@ -13,7 +13,8 @@ MIN_BLOCK = 16
 """Fewest rows of a matrix instruction."""
 MAX_TREE_BLOCK = 64
 """More nodes in a tile would read a context fewer times, but leave multiprocessors idle: tiles of 128 rows were slower
-in short contexts, and in long ones as fast or faster, by the number of nodes."""
+in short contexts, and in long ones as fast or faster, by the number of nodes. Tiles of one sequence can share what they
+read (`pairs`)."""
 
 
 @dataclass(frozen=True, slots=True)

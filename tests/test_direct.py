@@ -1,5 +1,6 @@
 """Kernels in Gluon: the states of splits, what becomes of them, and the assembly that makes values of codes."""
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from specdec.kernels.gpu.pair import PAIR
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.unpack import pairs_assembly, scales_assembly, word_assembly
 from specdec.kernels.gpu.wide import WIDE
-from specdec.kernels.work import AttentionWork, uniform_work
+from specdec.kernels.work import AttentionWork, make_work, uniform_work
 from tests import gluon_torch, ptx
 from tests.kernels import DEVICE, ON_GPU
 from tests.test_formats import on_hopper
@@ -227,6 +228,9 @@ def test_splits_are_shared_by_any_number_of_programs(
     """The states of long contexts are those that the kernel with a program for each part leaves."""
     contexts, nodes, found = [4096 + 127, 2048, 2047, 3000, 40], 17, []
     b = make_batch(("native", 64, 16, 1, nodes), contexts, chains=chains)
+    b.work.ancestors[nodes - 1] = 0  # all of a second tile
+    b.work.ancestors[nodes : nodes + 16] = 0  # and of a first one
+    real = (b.work.ancestors != 0).nonzero()[:, 0]
     parts = num_parts(max(contexts) + nodes, NUM_SMALL, 1 if chains else 2)
     sizes = {"H": GROUP, "G": 1, "D": 64, "BLOCK_SIZE": 16, "SMALL": SMALL_SPLIT // TILE, "NUM": NUM_SMALL}
     sizes |= {"LARGE": LARGE_SPLIT // TILE, "PDL": False}
@@ -237,7 +241,20 @@ def test_splits_are_shared_by_any_number_of_programs(
         way.attend(b.q, [pointers(side) for side in b.pages], states, b.work, SCALE, parts, NUM_SMALL, sizes)
         found.append(states)
     for want, got in zip(*found, strict=True):
-        torch.testing.assert_close(got[:, :-1], want[:, :-1], rtol=1e-6, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(got[:, real], want[:, real], rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_tiles_of_nodes_come_in_pairs() -> None:
+    def pairs(*nodes: int, group: int = 4, causal: int = 0) -> bool:
+        ends = [0, *itertools.accumulate(n + causal for n in nodes)]
+        rows, table = torch.zeros(ends[-1], dtype=torch.int64), torch.zeros(len(nodes), 1, dtype=torch.int64)
+        return make_work(ends, [causal] * len(nodes), [64] * len(nodes), table, rows, rows, group, 128).pairs
+
+    assert pairs(32) and pairs(17, 32, 64) and pairs(64, causal=5) and pairs(9, group=8) and pairs(32, 0, causal=5)
+    assert not (pairs(16) or pairs(33) or pairs(32, 16) or pairs(0, causal=5) or pairs(64, group=1))
+    for nodes, group, found in (32, 4, True), (48, 4, False), (48, 3, False), (42, 3, True), (1, 4, False):
+        rows, table = torch.zeros(2 * nodes, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int32)
+        assert uniform_work(2, nodes, table, table[:, 0], rows, rows, group, 64, True).pairs == found
 
 
 def parts_in(pages: Pages) -> list[Tensor]:

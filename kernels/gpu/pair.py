@@ -60,8 +60,6 @@ SLOTS = gl.constexpr(4)
 GROUP_REGISTERS = gl.constexpr(232)
 PRODUCER_REGISTERS = gl.constexpr(40)
 """Of a thread of a warp group, and of the warp that has keys and values brought; together what three times 168 are."""
-
-
 SMALL_UNITS = gl.constexpr(2)
 """How many large splits take about as long as all small ones."""
 
@@ -435,4 +433,4 @@ class PairKernel(HopperKernel):
         )  # fmt: skip
 
 
-PAIR = PairKernel(pair_kernel, ROWS.value, 4, max_registers={64: 168, 128: 168}, kinds=("native",), min_context=2048)
+PAIR = PairKernel(pair_kernel, ROWS.value, 4, max_registers={64: 168, 128: 168}, kinds=("native",))
