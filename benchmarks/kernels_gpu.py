@@ -5,11 +5,13 @@
     python benchmarks/kernels_gpu.py formats --json benchmarks/results/formats_h200.json
     python benchmarks/kernels_gpu.py direct --json benchmarks/results/direct_h200.json
     python benchmarks/kernels_gpu.py wide --json benchmarks/results/wide_h200.json
+    python benchmarks/kernels_gpu.py pairs
     python benchmarks/kernels_gpu.py rope --json benchmarks/results/rope_h200.json
 
 `products` tries tiles for each shape and number of rows, against cuBLAS; `attention` compares with torch's SDPA on
 gathered keys and values, `formats` quantized pages with native ones, and `direct` and `wide` the kernels that may read
-them, for few nodes and for more; `rope` is rotation and page write by how much a program does.
+them, for few nodes and for more; `pairs` is tiles of many nodes that share keys, against those that don't; `rope` is
+rotation and page write by how much a program does.
 Bandwidths are against a large copy's in the same run. On an H200 the driver's copy is the slower one: `attention` also
 says what a kernel's is.
 """
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from functools import cached_property, partial
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import click
 import torch
@@ -39,6 +41,7 @@ from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.launch import on_hopper
 from specdec.kernels.gpu.linear import gated_linear, linear
+from specdec.kernels.gpu.pair import PAIR
 from specdec.kernels.gpu.rope import rope_write
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.tiles import Tile
@@ -369,6 +372,34 @@ def _of_codes(
             click.echo(str(row))
             rows.append(row)
     return rows
+
+
+PAIR_CASES = [
+    (sequences, context, nodes)
+    for sequences in (1, 2, 4, 8, 16)
+    for context in (2048, 4096, 8192, 12288, 16384, 32768)
+    for nodes in (32, 64)
+    if sequences * context <= 1 << 17
+]
+
+
+@main.command()
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def pairs(path: str | None) -> None:
+    """Attention over native pages with two tiles of nodes a program, and with one; `takes` says what is chosen."""
+    rows: list[dict[str, object]] = []
+    for shape in PAIR_CASES:
+        case = Case(*shape)
+        row: dict[str, object] = dict(zip(("sequences", "context", "nodes"), shape, strict=True))
+        with patch.object(PAIR, "attend", Mock(side_effect=PAIR.attend)) as attend:
+            case.ours(case.work)
+        row["takes"] = attend.called
+        for how in ("one", "two"):
+            with patch.object(PAIR, "takes", lambda *args, two=how == "two": two and HopperKernel.takes(PAIR, *args)):
+                row |= {f"{how}_us": round(case.ours(case.work), 1), f"{how}_tree_us": round(case.ours(case.meta), 1)}
+        click.echo(str(row))
+        rows.append(row)
+    write(path, {"rows": rows})
 
 
 @main.command()
