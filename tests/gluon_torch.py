@@ -189,7 +189,7 @@ class AsyncCopy:
     def __init__(self) -> None:
         self._groups: list[list[tuple[Tensor, Tensor]]] = [[]]
 
-    def async_copy_global_to_shared(self, to: Shared, at: Pointer, mask: Any = True) -> None:
+    def copy_values(self, to: Shared, at: Pointer, mask: Any = True) -> None:
         there = torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape)
         assert at.at.shape == to.tensor.shape, "what is copied fits"
         to.tensor.fill_(torch.nan if to.tensor.is_floating_point() else _GARBAGE_WORD)
@@ -240,7 +240,7 @@ class Barriers:
                 to.copy_(value)
             barrier.brought.clear()
 
-    def async_copy_global_to_shared(self, desc: "Described", at: Sequence[Any], done: Shared, to: Shared) -> None:
+    def copy_box(self, desc: "Described", at: Sequence[Any], done: Shared, to: Shared) -> None:
         with self._changed:
             to.tensor.fill_(torch.nan)
             self._of(done).bring(to.tensor, desc.box(*(int(_plain(x)) for x in at)))
@@ -322,8 +322,6 @@ class Language:
     SwizzledSharedLayout = SliceLayout
 
     def fence_async_shared(self) -> None: ...
-
-    def thread_barrier(self) -> None: ...
 
     def warp_specialize(self, parts: Sequence[tuple[Any, Any]], num_warps: Sequence[int], regs: Sequence[int]) -> None:
         assert len(parts) - 1 == len(num_warps) == len(regs)
@@ -470,7 +468,9 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, stands: Mapping[
         language = Language(program, grid, before)
         given = [_argument(arg, before) for arg in args]
         cuda = SimpleNamespace(gdc_wait=before.wait, gdc_launch_dependents=lambda: None)
-        patched: dict[str, Any] = {"gl": language, "async_copy": AsyncCopy(), "mbarrier": barriers, "tma": barriers}
+        copies = AsyncCopy()
+        patched: dict[str, Any] = {"gl": language, "async_copy": copies, "mbarrier": barriers}
+        patched |= {"copy_values": copies.copy_values, "copy_box": barriers.copy_box, "group_barrier": lambda: None}
         patched["tl"] = SimpleNamespace(extra=SimpleNamespace(cuda=cuda))
         patched |= {
             name: getattr(language, name)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.attention import tree_attention
+from specdec.kernels.gpu.gluon_names import copy_values
 from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.linear import gated_linear, linear
 from specdec.kernels.gpu.online import NUM_SMALL
@@ -108,7 +109,7 @@ def _early_kernel(x_ptr, y_ptr):
     copied: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     read: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     kept = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    async_copy.async_copy_global_to_shared(kept, x_ptr + gl.arange(0, 128, copied))
+    copy_values(kept, x_ptr + gl.arange(0, 128, copied))
     async_copy.commit_group()
     gl.store(y_ptr + gl.arange(0, 128, read), kept.load(read))
     async_copy.wait_group(0)

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from specdec.kernels.gpu.gluon_names import copy_values
 from specdec.kernels.gpu.hopper import KEY_TILE, along_dim, blocks_in, only_dim, query_rows
 from specdec.kernels.gpu.unpack import pairs_assembly, scales_assembly, word_assembly
 
@@ -125,7 +126,7 @@ def copy_words(to, ptr, blocks, head, some, layout: gl.constexpr, BLOCK_SIZE: gl
     within = row // SHARED * WORDS + along_dim(gl.arange(0, WORDS, only_dim(2, layout)), 2)
     start = ptr + blocks.to(gl.int64) * (BLOCK_SIZE * G * WORDS // SHARED)
     to = to.reshape([KEY_TILE // BLOCK_SIZE, BLOCK_SIZE, WORDS])
-    async_copy.async_copy_global_to_shared(to, start + within, mask=some)
+    copy_values(to, start + within, mask=some)
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from specdec.kernels.gpu.gluon_names import copy_values
 from specdec.kernels.gpu.hopper import (
     KEY_TILE,
     HopperKernel,
@@ -109,9 +110,9 @@ def _fetch(
     start = pages.codes + blocks.to(gl.int64) * (BLOCK_SIZE * G * D)
     to = kept.index(place).reshape([BLOCKS, BLOCK_SIZE, D])
     if WHOLE:
-        async_copy.async_copy_global_to_shared(to, start + at)
+        copy_values(to, start + at)
     elif tile < to_tile:
-        async_copy.async_copy_global_to_shared(to, start + at, mask=key <= last)
+        copy_values(to, start + at, mask=key <= last)
     async_copy.commit_group()
 
 

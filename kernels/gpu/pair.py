@@ -19,12 +19,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from specdec.kernels.gpu.gluon_names import copy_box, group_barrier
 from specdec.kernels.gpu.hopper import (
     KEY_TILE,
     HopperKernel,
@@ -89,7 +89,7 @@ def _bring(to, done, desc, head, blocks, BLOCK_SIZE: gl.constexpr):
     D: gl.constexpr = to.shape[1]
     for i in gl.static_range(KEY_TILE // BLOCK_SIZE):
         at = [blocks[i] * BLOCK_SIZE, head * D]
-        tma.async_copy_global_to_shared(desc, at, done, to.slice(i * BLOCK_SIZE, BLOCK_SIZE, 0))
+        copy_box(desc, at, done, to.slice(i * BLOCK_SIZE, BLOCK_SIZE, 0))
 
 
 @gluon.jit
@@ -209,7 +209,7 @@ def _attend(first, end, state, right, ring, position, factor, MASKED: gl.constex
         total = warpgroup_mma(p, ones, total, is_async=True)
         acc = warpgroup_mma(p, values.index(slot), acc, is_async=True)
         s, total, acc, p = warpgroup_mma_wait(0, deps=(s_next, total, acc, p))
-        gl.thread_barrier()
+        group_barrier()
         mbarrier.arrive(free.index(slot), count=1)
         slot, phase = _after(slot, phase)
     return m, total, acc, s, slot, phase
@@ -275,7 +275,7 @@ def _consume(
     d = gl.arange(0, D, gl.SliceLayout(0, QUERIES))
     query.store(gl.load(rows[:, None] + d[None, :], mask=ok[:, None], other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    group_barrier()
     right = query, ones.permute((1, 0))
     factor = scale * 1.4426950408889634
     m, total, acc = empty(ROWS, D)
@@ -283,7 +283,7 @@ def _consume(
     if first < end:
         mbarrier.wait(there.index(0), 0)
         s = warpgroup_mma_wait(0, deps=(_scores(query, keys.index(0)),))
-        gl.thread_barrier()
+        group_barrier()
         mbarrier.arrive(free.index(0), count=1)
         slot, phase = first * 0 + 1, first * 0
         last_read = split_of(end - 1, SMALL, NUM, LARGE)
@@ -374,7 +374,7 @@ def pair_kernel(
         mbarrier.init(free.index(i), count=2)
     mbarrier.init(landed.index(0), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    group_barrier()
     ring = keys, values, there, free, landed
     states = m_ptr, total_ptr, acc_ptr
     to, to_other = (states, tile, head, num_states), (states, other, head, num_states)
