@@ -315,10 +315,9 @@ def test_which_kernel_reads_a_batch(
     [
         (1, 1, 512, "narrow", 1), (32, 4, 8192, "narrow", 1), (64, 1, 512, None, None), (1, 8, 1024, "native", 1),
         (8, 16, 1024, "native", 1), (16, 16, 1024, "native", 16), (8, 16, 8192, "native", 16),
-        (1, 64, 512, "native", 1), (1, 64, 8192, "native", 1), (1, 64, 16384, "pair", 16), (8, 64, 4096, "pair", 16),
-        (1, 48, 32768, "native", 1), (8, 8, 32768, "native", 1), (1, 32, 16384, "native", 1),
-        (1, 32, 32768, "pair", 16), (16, 64, 2048, "pair", 16), (16, 64, 1024, "native", 16),
-        (8, 48, 16384, "native", 16),
+        (1, 64, 512, "native", 1), (1, 64, 16384, "native", 1), (1, 64, 32768, "pair", 16), (8, 64, 4096, "pair", 16),
+        (1, 48, 32768, "native", 1), (8, 8, 32768, "native", 1), (1, 32, 32768, "native", 1),
+        (2, 32, 32768, "pair", 16), (16, 64, 2048, "native", 16), (8, 48, 16384, "native", 16),
     ],
 )  # fmt: skip
 def test_which_kernel_reads_native_pages(
@@ -334,6 +333,18 @@ def test_which_kernel_reads_native_pages(
             there.setattr(hopper, "on_hopper", lambda device: True)
             found = [(name, way.first(work, 8)) for name, way in WAYS.items() if way.takes(q, pages, work, sizes)]
         assert found[:1] == ([] if name is None or dim == 80 else [(name, first)])
+
+
+def test_many_nodes_share_keys_sooner_where_contexts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step's longest context is a bound, and its contexts may be much shorter."""
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    table, rows = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
+    pages, sizes = pointers(torch.zeros(1, 16, 8, DIM)), {"G": 8, "SOFTCAP": False, "WINDOW": 0}
+    q, taken = torch.zeros(1, 32, DIM, dtype=torch.bfloat16), []
+    for context in (15360, 16384, 31744, 32768):
+        bound = uniform_work(1, 64, table, table[:, 0], rows, rows, GROUP, context, True)
+        taken.append([PAIR.takes(q, pages, work, sizes) for work in (bound, replace(bound, early=False))])
+    assert taken == [[False, False], [False, True], [False, True], [True, True]]
 
 
 def one_block(kind: str) -> QuantizedPages:

@@ -401,12 +401,14 @@ class PairKernel(HopperKernel):
     def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
         """Return whether this kernel is the faster one for a batch; see `HopperKernel.takes`.
 
-        It is where each program has work for as long as the small splits take.
+        It is where each program has work for as long as the small splits take. Where the longest context is a bound, as
+        in captured steps, contexts may be much shorter: twice as much work is asked for then.
         """
         if not work.pairs or not super().takes(q, pages, work, sizes):
             return False
         units = SMALL_UNITS.value + num_splits(work.max_context) - NUM_SMALL
-        return bool(units >= SMALL_UNITS.value * self._programs(q, work, int(sizes["G"])))
+        least = SMALL_UNITS.value * (2 if work.early else 1)
+        return bool(units >= least * self._programs(q, work, int(sizes["G"])))
 
     def _programs(self, q: Tensor, work: AttentionWork, num_kv_heads: int) -> int:
         """How many programs two tiles of nodes and a key head have."""
