@@ -24,6 +24,13 @@ def wait_for_inputs(PDL: tl.constexpr, EARLY: tl.constexpr = True):
 
 
 @triton.jit
+def let_next_begin(PDL: tl.constexpr):
+    """Let the next kernel be made ready from now on, while the kernels before this one still run."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def prefetch(at, PDL: tl.constexpr):
     """Ask for the lines at these addresses, of weights, while the kernels before still run; nothing waits for them."""
     if PDL:

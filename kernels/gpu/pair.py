@@ -172,7 +172,7 @@ def _scores(q, keys):
 
 
 @gluon.jit
-def _attend(first, end, state, right, ring, position, factor, MASKED: gl.constexpr):
+def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.constexpr):
     """Put tiles behind those before.
 
     The next tile's scores are asked for as soon as this one's are scaled, and take their registers. Weights are found
@@ -180,6 +180,7 @@ def _attend(first, end, state, right, ring, position, factor, MASKED: gl.constex
 
     Args:
         first, end: which tiles.
+        begin: the first tile of their split, whose sums don't go on from those before.
         state: maximum [ROWS], sum of weights [ROWS, n], weighted values [ROWS, D], the first tile's scores
             [ROWS, KEY_TILE], and the slot of its values and whose turn that is.
         right: the queries, and ones.
@@ -206,8 +207,8 @@ def _attend(first, end, state, right, ring, position, factor, MASKED: gl.constex
         p = gl.convert_layout(gl.exp2(s - finite[:, None]).to(q.dtype), left_layout(ROWS, D))
         total = total * row_values(keep, ROWS, times(ROWS))[:, None]
         acc = acc * row_values(keep, ROWS, D)[:, None]
-        total = warpgroup_mma(p, ones, total, is_async=True)
-        acc = warpgroup_mma(p, values.index(slot), acc, is_async=True)
+        total = warpgroup_mma(p, ones, total, use_acc=tile > begin, is_async=True)
+        acc = warpgroup_mma(p, values.index(slot), acc, use_acc=tile > begin, is_async=True)
         s, total, acc, p = warpgroup_mma_wait(0, deps=(s_next, total, acc, p))
         group_barrier()
         mbarrier.arrive(free.index(slot), count=1)
@@ -222,23 +223,27 @@ def _complete(
 ):  # fmt: skip
     """Put a split behind the small ones before it, if it is one of them, and store what is a part's.
 
-    A tree's last split goes on, and is a part of its own. Returns the state of the small splits until here.
+    A tree's last split goes on, and is a part of its own. Returns the state of the small splits until here, which stays
+    where it is: of each split to move it to other registers would take as long as a third of a tile.
     """
     states, tile, head, num_states = to
     D: gl.constexpr = acc.shape[1]
     MERGED: gl.constexpr = 1 if CHAINS else 0
     end = gl.minimum(NUM, last_split + MERGED)
+    m_before, total_before, acc_before = before
     if split < end:
-        top, finite, a = new_maximum(before[0], m)
+        m_before, finite, a = new_maximum(m_before, m)
         b = gl.exp2(m - finite)
-        m = top
         a_of, b_of = row_values(a, ROWS, times(ROWS)), row_values(b, ROWS, times(ROWS))
-        total = before[1] * a_of[:, None] + total * b_of[:, None]
-        acc = before[2] * row_values(a, ROWS, D)[:, None] + acc * row_values(b, ROWS, D)[:, None]
-    if split + 1 >= end:
-        part = gl.where(split < end, 0, gl.maximum(split - (NUM - 1), 1))
+        total_before = total_before * a_of[:, None] + total * b_of[:, None]
+        acc_before = acc_before * row_values(a, ROWS, D)[:, None] + acc * row_values(b, ROWS, D)[:, None]
+        if split + 1 == end:
+            m_of = row_values(m_before, ROWS, times(ROWS))
+            store_state(states, tile, head, 0, num_states, m_of, total_before, acc_before, H, GROUP)
+    else:
+        part = gl.maximum(split - (NUM - 1), 1)
         store_state(states, tile, head, part, num_states, row_values(m, ROWS, times(ROWS)), total, acc, H, GROUP)
-    return m, total, acc
+    return m_before, total_before, acc_before
 
 
 @gluon.jit
@@ -290,11 +295,11 @@ def _consume(
         for split in range(first_split, last_read + 1):
             to_tile = gl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
             near = gl.maximum(first, gl.minimum(whole, to_tile))
-            m, total, acc = empty(ROWS, D)
+            m = gl.full([ROWS], float("-inf"), gl.float32, m.type.layout)
             state = m, total, acc, s, slot, phase
-            state = _attend(first, near, state, right, ring, position, factor, False)
+            state = _attend(first, near, first, state, right, ring, position, factor, False)
             if CHAINS:
-                state = _attend(near, to_tile, state, right, ring, position, factor, True)
+                state = _attend(near, to_tile, first, state, right, ring, position, factor, True)
             m, total, acc, s, slot, phase = state
             before = _complete(to, before, split, last_split, m, total, acc, H, GROUP, CHAINS, NUM)
             first = to_tile

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.formats import Pages, spreads
-from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.launch import let_next_begin, overlap, wait_for_inputs
 from specdec.kernels.gpu.pages import pointers, store_values
 from specdec.kernels.gpu.spread import spread_values
 from specdec.kernels.spread import spread_size
@@ -24,7 +24,8 @@ def _rope_write_kernel(
     Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr,
     WIDE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
+    let_next_begin(PDL)
+    wait_for_inputs(PDL, False)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
