@@ -379,6 +379,9 @@ class Language:
     def exp2(self, x: Value) -> Value:
         return Value(torch.exp2(x.tensor))
 
+    def fma(self, x: Value, y: Any, z: Value) -> Value:
+        return Value(x.tensor * _plain(y) + z.tensor)
+
     def expand_dims(self, x: Any, dim: int) -> Any:
         if _is_pointer(x):
             return Pointer(x.memory, x.before, x.at.unsqueeze(dim), x.words)

@@ -78,6 +78,13 @@ def products() -> None:
                 gated_linear(x, w, None, "silu", tile=tile_of(rows, out, k, 2, tma=tma))
 
 
+def hand_over() -> None:
+    """A kernel whose warps part, each group waiting for its own: the tool reports what the compiler hands to them."""
+    x = torch.zeros(512, dtype=torch.int32, device=DEVICE)
+    _hand_over_kernel[(400,)](x, 3, num_warps=4)
+    assert x.tolist() == [i % 128 + 3 for i in range(256)] + [i + 3 for i in range(32)] + [0] * 224
+
+
 def faulty_race() -> None:
     """A kernel whose warps read what others have stored without waiting for them, which racecheck must report."""
     _race_kernel[(1,)](torch.empty(512, dtype=torch.int32, device=DEVICE), num_warps=4)
@@ -92,6 +99,33 @@ def faulty_copy() -> None:
 def faulty_write() -> None:
     """A kernel that writes to nobody's memory, which memcheck must report."""
     _outside_kernel[(1,)](torch.zeros(128, device=DEVICE), num_warps=4)
+
+
+@gluon.jit
+def _put_sums(x_ptr, zeros_ptr, n):
+    at = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(x_ptr + at, at + n + gl.sum(gl.load(zeros_ptr + at), 0))
+
+
+@gluon.jit
+def _put(x_ptr, n):
+    at = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.store(x_ptr + at, at + n)
+
+
+@gluon.jit
+def _hand_over_kernel(x_ptr, n):
+    zeros_ptr = x_ptr + 384
+    m = n + gl.load(zeros_ptr)
+    gl.warp_specialize(
+        [
+            (_put_sums, (x_ptr, zeros_ptr, m)),
+            (_put_sums, (x_ptr + 128, zeros_ptr, m)),
+            (_put, (x_ptr + 256, m)),
+        ],
+        [4, 1],
+        [24, 24],
+    )
 
 
 @gluon.jit
@@ -122,7 +156,7 @@ def _outside_kernel(x_ptr):
 
 
 GROUPS: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (native, pair, codes, shared, products, faulty_race, faulty_copy, faulty_write)
+    f.__name__: f for f in (native, pair, codes, shared, products, hand_over, faulty_race, faulty_copy, faulty_write)
 }
 
 
@@ -146,9 +180,9 @@ def _by(way: HopperKernel | None, first: int) -> Iterator[None]:
 
 
 def main(names: list[str]) -> None:
-    """Launch groups of kernels; all but the faulty ones if none is named."""
+    """Launch groups of kernels; all of which nothing should be reported if none is named."""
     torch.manual_seed(0)
-    for name in names or [name for name in GROUPS if not name.startswith("faulty")]:
+    for name in names or [name for name in GROUPS if not name.startswith(("faulty", "hand_over"))]:
         start = time.perf_counter()
         GROUPS[name]()
         if DEVICE == "cuda":

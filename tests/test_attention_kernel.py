@@ -1,5 +1,7 @@
 """The Triton attention: against the torch reference, and its promise that a row's bits don't depend on its company."""
 
+import math
+
 import pytest
 import torch
 
@@ -386,3 +388,13 @@ for pages_format, dtype in ((None, torch.bfloat16), ("int8", torch.bfloat16), (N
     assert set(halves) == set(floats) == {"chunk_kernel", "context_kernel", "tail_kernel"}
     assert 64 << 10 < max(halves.values()) <= 99 << 10
     assert max(floats.values()) == FLOAT32_SHARED_MEMORY
+
+
+def test_a_scale_that_is_not_above_zero_is_refused() -> None:
+    """The largest score is looked for before the scale is applied."""
+    meta, _ = build([(3, 0, [-1])], device=DEVICE)
+    pages = torch.zeros(2, int(meta.block_table.max()) + 1, meta.block_size, 1, 64, device=DEVICE)
+    q = torch.zeros(1, 1, 64, device=DEVICE)
+    for scale in (0.0, -0.125, math.nan):
+        with pytest.raises(ValueError, match="scale must be above 0, not"):
+            tree_attention(q, pages[0], pages[1], meta, scale=scale)

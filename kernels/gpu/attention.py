@@ -88,13 +88,18 @@ def tree_attention(
         k_pages, v_pages: [num_blocks, block_size, num_kv_heads, D] contiguous, of q's dtype or quantized. Slots
             outside a sequence are never read.
         meta: the batch.
-        scale: factor on the scores.
+        scale: factor on the scores, above 0.
         window: a row at position p sees keys at positions above p - window.
         softcap: scores become softcap · tanh(score / softcap) before masking.
 
     Returns:
         [N, num_heads, D], q's dtype. Rows of padding, whose ancestors are 0, hold 0.
+
+    Raises:
+        ValueError: the scale is not above 0.
     """
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, not {scale}: the largest score is looked for before it is applied")
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_pages.shape[1:3]
     assert q.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous()

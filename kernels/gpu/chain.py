@@ -12,6 +12,7 @@ from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
     attend_split,
     attend_tiles,
+    bits_of,
     both_worth,
     empty,
     load_q,
@@ -23,6 +24,7 @@ from specdec.kernels.gpu.online import (
     start_of,
     store_out,
     store_state,
+    when_there,
 )
 
 
@@ -130,22 +132,6 @@ def _load_four(ptrs, first, stride, rest, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def _bits_of(four):
-    """Bits of the values of four splits, taken together: [D] int32."""
-    x = four[0][2].to(tl.int32, bitcast=True) | four[1][2].to(tl.int32, bitcast=True)
-    return x | four[2][2].to(tl.int32, bitcast=True) | four[3][2].to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _when_there(acc, bits, nothing):
-    """The same values, which can't be had before what `bits` are made of; `nothing` is 0, as the compiler can't know.
-
-    To save registers it would ask for a split's values when those before are merged, and each time wait for memory.
-    """
-    return (acc.to(tl.int32, bitcast=True) | (bits & nothing)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _merge_four(state, four):
     """Put four splits behind those before them, as `merge` does, for one row and head."""
     m, total, acc = state
@@ -172,12 +158,12 @@ def _merge_parts(
     for part in range(0, count, AT_ONCE):
         a = _load_four(ptrs, 0, stride, count - part, D, BLOCK_D)
         b = _load_four(ptrs, 4, stride, count - part, D, BLOCK_D)
-        bits = _bits_of(a) | _bits_of(b)
+        bits = bits_of(a) | bits_of(b)
         if SIXTEEN:
             c = _load_four(ptrs, 8, stride, count - part, D, BLOCK_D)
             e = _load_four(ptrs, 12, stride, count - part, D, BLOCK_D)
-            bits = bits | _bits_of(c) | _bits_of(e)
-        state = state[0], state[1], _when_there(state[2], bits, nothing)
+            bits = bits | bits_of(c) | bits_of(e)
+        state = state[0], state[1], when_there(state[2], bits, nothing)
         state = _merge_four(_merge_four(state, a), b)
         if SIXTEEN:
             state = _merge_four(_merge_four(state, c), e)

@@ -76,10 +76,10 @@ def _values(words, scales, head, pages, G: gl.constexpr):
 
 
 @gluon.jit
-def _weights(kept, s, m):
+def _weights(kept, s, factor, m):
     """Weights of a tile's keys as a product takes them, what earlier ones are worth beside them, the new maximum."""
-    top, finite, keep = new_maximum(m, gl.max(s, 1))
-    kept.store(gl.exp2(s - finite[:, None]).to(gl.float16))
+    top, finite, keep = new_maximum(m, gl.max(s, 1) * factor)
+    kept.store(gl.exp2(gl.fma(s, factor, -finite[:, None])).to(gl.float16))
     return kept.load(_LEFT), keep, top
 
 
@@ -113,12 +113,12 @@ def _attend(
         fetch_both(kept, k_pages, v_pages, head, blocks, free, some, BLOCK_SIZE, G, WARPS)
         blocks = blocks_of(table, tile + STAGES, k_pages, BLOCK_SIZE, WARPS)
         keys = right_keys(k_words, k_scales, head, k_pages, _RIGHT, G)
-        s = mma_v2(q_kept.load(_LEFT), keys, none) * factor
+        s = mma_v2(q_kept.load(_LEFT), keys, none)
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, _SUM))
             s = gl.where(key[None, :] <= (position - tile * KEY_TILE)[:, None], s, float("-inf"))
             v_scales = only_seen(v_scales, tile, last)
-        p, keep, m = _weights(p_kept, s, m)
+        p, keep, m = _weights(p_kept, s, factor, m)
         values = _values(v_words, v_scales, head, v_pages, G)
         total = mma_v2(p, ones, total * keep[:, None])
         acc = mma_v2(p, values, acc * keep[:, None])

@@ -2,8 +2,9 @@
 
 With programmatic dependent launch a kernel is made ready before the kernels before it have ended; `wait_for_inputs`
 holds until they have, and their results are seen. A kernel that is launched so must wait before it reads or writes
-anything but weights. Once it has waited it lets the next one be made ready, in what room it leaves; done before the
-wait that was slower, since kernels further behind took room as well.
+anything but weights. Once it has waited it lets the next one be made ready, in what room it leaves. A rotation does so
+before it waits (`let_next_begin`), for attention has much to read that was there long before; done by all kernels that
+was slower, since kernels further behind took room as well.
 """
 
 from functools import cache

@@ -185,15 +185,15 @@ def _attend(
     for tile in range(first, end):
         following = blocks_in(table, tile + 2, _copies(D), BLOCK_SIZE)
         async_copy.wait_group(PLACES - 1)
-        s = _scores(q, kept.index(place), ROWS) * factor
+        s = _scores(q, kept.index(place), ROWS)
         _fetch(kept, place, v_pages, head, blocks, tile + 1, bounds, WHOLE, BLOCK_SIZE, G)
         blocks = following
         place = stage_after(place, PLACES)
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, sums_layout(ROWS, KEY_TILE)))
             s = gl.where((key + tile * KEY_TILE)[None, :] <= position[:, None], s, float("-inf"))
-        m, finite, keep = new_maximum(m, tops(s, ROWS))
-        p = gl.exp2(s - finite[:, None]).to(q.dtype)
+        m, finite, keep = new_maximum(m, tops(s, ROWS) * factor)
+        p = gl.exp2(gl.fma(s, factor, -finite[:, None])).to(q.dtype)
         total = total * row_values(keep, ROWS, times(ROWS))[:, None]
         acc = acc * row_values(keep, ROWS, D)[:, None]
         async_copy.wait_group(PLACES - 1)

@@ -4,8 +4,9 @@ A row reduces over its keys in one order: the keys of positions 0, 1, 2, … in 
 tile to tile within a split, the splits merged from the first to the last. Splits are fixed ranges of positions. A tile
 or a split of which a row sees nothing leaves its state as it was, bit for bit.
 
-Kernels that use this are compiled without fused multiply-adds (`enable_fp_fusion`): whether the compiler fuses depends
-on the code around. Row sums are taken by a dot with ones: the order of a reduction depends on the tile's layout.
+A weight's exponent is one multiply-add of a score, the factor and the row's maximum. But for that one, which is asked
+for, kernels that use this are compiled without fused multiply-adds (`enable_fp_fusion`): whether the compiler fuses
+depends on the code around. Row sums are taken by a dot with ones: the order of a reduction depends on the layout.
 
 Sources: Dao, "FlashAttention-2" (2023); split keys as in Flash-Decoding (2023).
 """
@@ -101,24 +102,23 @@ def empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def scores(q, k, see, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
-    """What a tile of keys [TILE, D] is worth to queries [M, D], times log2(e): [M, TILE]."""
+    """What a tile of keys [TILE, D] is worth to queries [M, D], [M, TILE], and a factor above 0 for powers of two."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP:
         x = s * scale / softcap
-        s = softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)) * 1.4426950408889634
-    else:
-        s = s * (scale * 1.4426950408889634)
+        s = softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
+    factor = 1.4426950408889634 if SOFTCAP else scale * 1.4426950408889634
     if MASKED:
         s = tl.where(see, s, float("-inf"))
-    return s
+    return s, factor
 
 
 @triton.jit
-def weigh(m, total, acc, s, v):
-    """Put values [TILE, D] behind those before, by their scores [M, TILE]."""
-    top = tl.maximum(m, tl.max(s, 1))
+def weigh(m, total, acc, s, factor, v):
+    """Put values [TILE, D] behind those before, by their scores [M, TILE]; see `scores`."""
+    top = tl.maximum(m, tl.max(s, 1) * factor)
     finite = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(s - finite[:, None]).to(v.dtype)
+    p = tl.exp2(tl.fma(s, factor, -finite[:, None])).to(v.dtype)
     keep = tl.exp2(m - finite)
     ones = tl.full([p.shape[1], 16], 1.0, v.dtype)
     total = tl.dot(p, ones, total * keep[:, None], input_precision="ieee")
@@ -129,7 +129,8 @@ def weigh(m, total, acc, s, v):
 @triton.jit
 def update(m, total, acc, q, k, v, see, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """One more tile of keys: maximum [M], sum of weights [M, 16], weighted values [M, D]."""
-    return weigh(m, total, acc, scores(q, k, see, scale, softcap, SOFTCAP, MASKED), v)
+    s, factor = scores(q, k, see, scale, softcap, SOFTCAP, MASKED)
+    return weigh(m, total, acc, s, factor, v)
 
 
 @triton.jit
@@ -284,19 +285,42 @@ def store_state(
 
 
 @triton.jit
+def bits_of(four):
+    """Bits of the values of four splits, taken together: int32."""
+    x = four[0][2].to(tl.int32, bitcast=True) | four[1][2].to(tl.int32, bitcast=True)
+    return x | four[2][2].to(tl.int32, bitcast=True) | four[3][2].to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def when_there(acc, bits, nothing):
+    """The same values, which can't be had before what `bits` are made of; `nothing` is 0, as the compiler can't know.
+
+    To save registers it would ask for a split's values when those before are merged, and each time wait for memory.
+    """
+    return (acc.to(tl.int32, bitcast=True) | (bits & nothing)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def merge_splits(
-    m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok,
+    m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok, nothing,
     H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of splits `first` to `end` in their order, with four loads under way."""
+    """Merge the states of splits `first` to `end` in their order, with eight loads under way; `nothing` is 0."""
     state = empty(BLOCK_M, BLOCK_D)
     ptrs = m_ptr, total_ptr, acc_ptr
-    for split in range(first, end, 4):
-        a, b, c, d = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
-        state = merge(state[0], state[1], state[2], a[0], a[1], a[2])
-        state = merge(state[0], state[1], state[2], b[0], b[1], b[2])
-        state = merge(state[0], state[1], state[2], c[0], c[1], c[2])
-        state = merge(state[0], state[1], state[2], d[0], d[1], d[2])
+    for split in range(first, end, 8):
+        a = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
+        b = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
+        state = state[0], state[1], when_there(state[2], bits_of(a) | bits_of(b), nothing)
+        state = _merge_four(_merge_four(state, a), b)
+    return state
+
+
+@triton.jit
+def _merge_four(state, four):
+    """Put four splits behind those before them."""
+    for i in tl.static_range(4):
+        state = merge(state[0], state[1], state[2], four[i][0], four[i][1], four[i][2])
     return state
 
 

@@ -172,10 +172,12 @@ def _scores(q, keys):
 
 
 @gluon.jit
-def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.constexpr):
+def _attend(
+    first, end, begin, state, right, ring, position, factor, MASKED: gl.constexpr, TIMES: gl.constexpr
+):
     """Put tiles behind those before.
 
-    The next tile's scores are asked for as soon as this one's are scaled, and take their registers. Weights are found
+    The next tile's scores are asked for before this one's are weighed. Weights are found
     before their product is asked for, which the compiler would not heed if only a wait told it so.
 
     Args:
@@ -188,6 +190,8 @@ def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.
         position: the last key that each row sees.
         factor: on the scores.
         MASKED: whether rows may see a part of a tile only.
+        TIMES: how many tiles a turn of the loop takes, of which their number is a multiple. In two by turns the next
+            tile's scores find registers that are free: one tile a turn has to move them.
 
     Returns:
         The state, with the scores of tile `end`, or what stands there where a program's tiles end.
@@ -196,23 +200,24 @@ def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.
     q, ones = right
     keys, values, there, free, _ = ring
     D: gl.constexpr = acc.shape[1]
-    for tile in range(first, end):
-        s = s * factor
-        if MASKED:
-            key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, sums_layout(ROWS, KEY_TILE)))
-            s = gl.where((key + tile * KEY_TILE)[None, :] <= position[:, None], s, float("-inf"))
-        mbarrier.wait(there.index(slot), phase)
-        s_next = _scores(q, keys.index(slot))
-        m, finite, keep = new_maximum(m, tops(s, ROWS))
-        p = gl.convert_layout(gl.exp2(s - finite[:, None]).to(q.dtype), left_layout(ROWS, D))
-        total = total * row_values(keep, ROWS, times(ROWS))[:, None]
-        acc = acc * row_values(keep, ROWS, D)[:, None]
-        total = warpgroup_mma(p, ones, total, use_acc=tile > begin, is_async=True)
-        acc = warpgroup_mma(p, values.index(slot), acc, use_acc=tile > begin, is_async=True)
-        s, total, acc, p = warpgroup_mma_wait(0, deps=(s_next, total, acc, p))
-        group_barrier()
-        mbarrier.arrive(free.index(slot), count=1)
-        slot, phase = _after(slot, phase)
+    for at in range(first, end, TIMES):
+        for more in gl.static_range(TIMES):
+            tile = at + more
+            if MASKED:
+                key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, sums_layout(ROWS, KEY_TILE)))
+                s = gl.where((key + tile * KEY_TILE)[None, :] <= position[:, None], s, float("-inf"))
+            mbarrier.wait(there.index(slot), phase)
+            s_next = _scores(q, keys.index(slot))
+            m, finite, keep = new_maximum(m, tops(s, ROWS) * factor)
+            p = gl.convert_layout(gl.exp2(gl.fma(s, factor, -finite[:, None])).to(q.dtype), left_layout(ROWS, D))
+            total = total * row_values(keep, ROWS, times(ROWS))[:, None]
+            acc = acc * row_values(keep, ROWS, D)[:, None]
+            total = warpgroup_mma(p, ones, total, use_acc=tile > begin, is_async=True)
+            acc = warpgroup_mma(p, values.index(slot), acc, use_acc=tile > begin, is_async=True)
+            s, total, acc, p = warpgroup_mma_wait(0, deps=(s_next, total, acc, p))
+            group_barrier()
+            mbarrier.arrive(free.index(slot), count=1)
+            slot, phase = _after(slot, phase)
     return m, total, acc, s, slot, phase
 
 
@@ -294,12 +299,11 @@ def _consume(
         last_read = split_of(end - 1, SMALL, NUM, LARGE)
         for split in range(first_split, last_read + 1):
             to_tile = gl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
-            near = gl.maximum(first, gl.minimum(whole, to_tile))
+            near = first + gl.maximum(gl.minimum(whole, to_tile) - first, 0) // 2 * 2
             m = gl.full([ROWS], float("-inf"), gl.float32, m.type.layout)
             state = m, total, acc, s, slot, phase
-            state = _attend(first, near, first, state, right, ring, position, factor, False)
-            if CHAINS:
-                state = _attend(near, to_tile, first, state, right, ring, position, factor, True)
+            state = _attend(first, near, first, state, right, ring, position, factor, False, 2)
+            state = _attend(near, to_tile, first, state, right, ring, position, factor, CHAINS, 1)
             m, total, acc, s, slot, phase = state
             before = _complete(to, before, split, last_split, m, total, acc, H, GROUP, CHAINS, NUM)
             first = to_tile

@@ -92,14 +92,14 @@ def _attend(
     for tile in range(first, end):
         async_copy.wait_group(1)
         words, scales = take_words(k_kept, 0, _KEYS, k_pages)
-        s = mma_v2(q, right_keys(words, scales, head, k_pages, _RIGHT, G), none) * factor
+        s = mma_v2(q, right_keys(words, scales, head, k_pages, _RIGHT, G), none)
         fetch_tile(k_kept, k_pages, head, blocks, 0, tile + 1 < to_tile, BLOCK_SIZE, G, WARPS)
         async_copy.commit_group()
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, _SUM))
             s = gl.where(key[None, :] <= (position - tile * KEY_TILE)[:, None], s, float("-inf"))
-        m, finite, keep = new_maximum(m, gl.max(s, 1))
-        p = gl.convert_layout(gl.exp2(s - finite[:, None]).to(gl.float16), _LEFT, assert_trivial=True)
+        m, finite, keep = new_maximum(m, gl.max(s, 1) * factor)
+        p = gl.convert_layout(gl.exp2(gl.fma(s, factor, -finite[:, None])).to(gl.float16), _LEFT, assert_trivial=True)
         async_copy.wait_group(1)
         words, scales = take_words(v_kept, 0, _VALUES, v_pages)
         if MASKED:

@@ -202,7 +202,7 @@ def tail_kernel(
     shared = context // TILE
     k, v, see = _load_path(k_ptr, v_ptr, table_at, shared, position, context, ancestors, kv_head,
                            q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
-    s = scores(q, k, see[None, :], scale, softcap, SOFTCAP, True)
+    s, factor = scores(q, k, see[None, :], scale, softcap, SOFTCAP, True)
     wait_for_inputs(PDL)
     last_split = split_of(shared, SMALL, NUM, LARGE)
     live = ok & (ancestors != 0)  # nobody may have put down a state of padding
@@ -218,10 +218,10 @@ def tail_kernel(
     of = tl.arange(0, FEW)
     m, total, acc = merge_splits(
         m_ptr, total_ptr, acc_ptr, first_part, end_part, num_nodes, node_of + of * 0, kv_head * GROUP + of,
-        (of < GROUP) & (ancestors != 0), H, D, FEW, BLOCK_D,
+        (of < GROUP) & (ancestors != 0), position >> 31, H, D, FEW, BLOCK_D,
     )  # fmt: skip
     m, total, acc = _repeated(m, BLOCK_M), _repeated(total, BLOCK_M), _repeated(acc, BLOCK_M)
-    m_of, total_of, acc_of = weigh(m_of, total_of, acc_of, s, v)
+    m_of, total_of, acc_of = weigh(m_of, total_of, acc_of, s, factor, v)
     for tile in range(shared + 1, position // TILE + 1):
         if start_of(split_of(tile, SMALL, NUM, LARGE), SMALL, NUM, LARGE) == tile:
             m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)

@@ -162,13 +162,12 @@ def _attend(
         some = tile + STAGES < to_tile
         fetch_both(kept, k_pages, v_pages, head, blocks, stage, some, BLOCK_SIZE, G, WARPS)
         blocks = following
-        s = s * factor
         if MASKED:
             key = gl.arange(0, KEY_TILE, gl.SliceLayout(1, _SUM))
             s = gl.where((key + tile * KEY_TILE)[:, None] <= position[None, :], s, float("-inf"))
-        m, finite, keep = new_maximum(m, _tops(s))
+        m, finite, keep = new_maximum(m, _tops(s) * factor)
         finite, of_acc = _as_columns(both_kept, finite, keep)
-        p_kept.store(gl.exp2(s - finite[None, :]).to(gl.float16))
+        p_kept.store(gl.exp2(gl.fma(s, factor, -finite[None, :])).to(gl.float16))
         fence_async_shared()
         total = warpgroup_mma(p_kept.permute((1, 0)), ones, total * keep[:, None], is_async=True)
         acc = warpgroup_mma(values, p_kept, acc * of_acc[None, :], is_async=True)
