@@ -172,9 +172,7 @@ def _scores(q, keys):
 
 
 @gluon.jit
-def _attend(
-    first, end, begin, state, right, ring, position, factor, MASKED: gl.constexpr, TIMES: gl.constexpr
-):
+def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.constexpr, TIMES: gl.constexpr):
     """Put tiles behind those before.
 
     The next tile's scores are asked for before this one's are weighed. Weights are found
