@@ -316,6 +316,23 @@ for _, made in COMPILED:
     assert large == ["wait", "launch_dependents"] and large_gated == ["wait"]
 
 
+def test_attention_may_begin_while_a_rotation_waits_for_its_product() -> None:
+    """What the rotation reads is loaded behind its wait; the product has let it begin behind its own."""
+    [order] = on_hopper("""
+import re
+import torch
+from specdec.kernels.gpu import rope
+from tests.hopper import COMPILED
+rope.overlap = lambda device: {"PDL": True, "launch_pdl": True}
+pages = [torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16) for _ in "kv"]
+qkv, turns = torch.zeros(2, 48, 128, dtype=torch.bfloat16), torch.zeros(2, 128)
+rope.rope_write(qkv, turns, turns, *pages, torch.zeros(2, dtype=torch.int64), 32)
+for _, made in COMPILED:
+    print(re.findall(r"(?<=griddepcontrol[.])[a-z_]+|ld[.]global", made["ptx"]))
+""")
+    assert order[:3] == ["launch_dependents", "wait", "ld.global"] and order.count("wait") == 1
+
+
 def test_options_that_do_not_fit_say_what_would() -> None:
     with pytest.raises(ConfigError, match="auto or one of fp8, fp8_e4m3, int8, int4, not 'int2'"):
         EngineConfig(kv_cache_dtype="int2")
