@@ -175,8 +175,8 @@ def _scores(q, keys):
 def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.constexpr, TIMES: gl.constexpr):
     """Put tiles behind those before.
 
-    The next tile's scores are asked for before this one's are weighed. Weights are found
-    before their product is asked for, which the compiler would not heed if only a wait told it so.
+    The next tile's scores are asked for before this one's are weighed. Weights are found before their product is asked
+    for, which the compiler would not heed if only a wait told it so.
 
     Args:
         first, end: which tiles.
