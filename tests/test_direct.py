@@ -480,16 +480,21 @@ def test_two_tiles_of_nodes_share_what_is_brought(dim: int) -> None:
     They run beside other work: the compiler says where it lets them wait for each other instead.
     """
     kernels = on_hopper(f"""
+import re
+from triton.tools.disasm import get_sass
 from tests.hopper import COMPILED, attend, registers, warnings
 for chains in (True, False):
     attend(None, 64, chains=chains, codes="PAIR", first=16, dim={dim})
 for name, made in COMPILED:
     if name == "pair_kernel":
-        print((str(made["ttgir"]), made["ptx"], made["shared"], registers(made), warnings(made)))
+        weighing = [block for block in re.split("BRA", get_sass(made["cubin"])) if "tnspB" in block]
+        spills = [bool(re.search("LDL|STL", block)) for block in weighing]
+        print((str(made["ttgir"]), made["ptx"], made["shared"], registers(made), warnings(made), spills))
 """)
     assert len(kernels) == 2
-    for ttgir, ptx_text, shared, (count, stack), said in kernels:
-        assert shared <= 227 << 10 and count <= 168 and stack <= 24 and not said, "a few words, outside of the loops"
+    for ttgir, ptx_text, shared, (count, stack), said, spills in kernels:
+        assert shared <= 227 << 10 and count <= 168 and stack <= 24 and not said
+        assert len(spills) >= 4 and not any(spills), "a few words are in memory, but none in the loops of both groups"
         _, _, used = of_shared_memory(ttgir)
         weights, one, values = "tensor<64x64xbf16", "memdesc<64x8xbf16", f"memdesc<64x{dim}xbf16"
         assert used == {(weights, one), (weights, values), (values, f"memdesc<{dim}x64xbf16")}

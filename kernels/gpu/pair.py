@@ -227,7 +227,7 @@ def _complete(
     """Put a split behind the small ones before it, if it is one of them, and store what is a part's.
 
     A tree's last split goes on, and is a part of its own. Returns the state of the small splits until here, which stays
-    where it is: of each split to move it to other registers would take as long as a third of a tile.
+    where it is: to move it to other registers would take an instruction for each of them, split by split.
     """
     states, tile, head, num_states = to
     D: gl.constexpr = acc.shape[1]
