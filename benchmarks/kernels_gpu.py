@@ -5,7 +5,7 @@
     python benchmarks/kernels_gpu.py formats --json benchmarks/results/formats_h200.json
     python benchmarks/kernels_gpu.py direct --json benchmarks/results/direct_h200.json
     python benchmarks/kernels_gpu.py wide --json benchmarks/results/wide_h200.json
-    python benchmarks/kernels_gpu.py pairs
+    python benchmarks/kernels_gpu.py pairs --json benchmarks/results/pairs_h200.json
     python benchmarks/kernels_gpu.py rope --json benchmarks/results/rope_h200.json
 
 `products` tries tiles for each shape and number of rows, against cuBLAS; `attention` compares with torch's SDPA on
@@ -377,7 +377,7 @@ def _of_codes(
 PAIR_CASES = [
     (sequences, context, nodes)
     for sequences in (1, 2, 4, 8, 16)
-    for context in (2048, 4096, 8192, 12288, 16384, 32768)
+    for context in (1024, 2048, 4096, 8192, 12288, 16384, 32768)
     for nodes in (32, 64)
     if sequences * context <= 1 << 17
 ]

@@ -306,6 +306,7 @@ class Language:
 
     def __init__(self, program: Sequence[int], grid: Sequence[int], before: Before) -> None:
         self._program, self._grid, self._before = program, grid, before
+        self._under_way: dict[int, list[Awaited]] = {}  # of each group of warps, a thread here
 
     def program_id(self, axis: int) -> Value:
         return Value(torch.tensor(self._program[axis], dtype=torch.int32))
@@ -439,10 +440,16 @@ class Language:
             product = a.tensor.float() @ b.tensor.float()
             return Value(product + acc.tensor if use_acc else product)
 
-        return Awaited(make) if is_async else make()
+        if not is_async:
+            return make()
+        product = Awaited(make)
+        self._under_way.setdefault(get_ident(), []).append(product)
+        return product
 
     def warpgroup_mma_wait(self, num_outstanding: int, deps: Sequence[Any]) -> Any:
-        assert num_outstanding == 0
+        asked_for = self._under_way.get(get_ident(), [])
+        left = self._under_way[get_ident()] = asked_for[max(0, len(asked_for) - num_outstanding) :]
+        assert not any(dep is product for dep in deps for product in left), "what may be under way still"
         found = tuple(dep.make() if isinstance(dep, Awaited) else dep for dep in deps)
         return found if len(found) > 1 else found[0]
 

@@ -72,15 +72,24 @@ def pretend(capability: int, room: int) -> None:
                 kernel.device_caches.clear()  # which remember the GPU that they were first compiled for
 
 
+def assembly(made: dict[str, Any]) -> str:
+    """The machine code, an instruction a line; what Triton shows of it ends at 64 KiB."""
+    return _of_cubin(made, "-sass")
+
+
 def registers(made: dict[str, Any]) -> tuple[int, int]:
     """How many registers a thread has, and the bytes of memory that hold what found none."""
+    [(count, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", _of_cubin(made, "-res-usage"))
+    return int(count), int(stack)
+
+
+def _of_cubin(made: dict[str, Any], option: str) -> str:
+    """What is shown of a kernel by this option of cuobjdump."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    [(count, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", shown)
-    return int(count), int(stack)
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def warnings(made: dict[str, Any]) -> list[str]:

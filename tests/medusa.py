@@ -20,7 +20,12 @@ def target_of(model: PreTrainedModel) -> DraftTarget:
     return draft_target(model, make_target(model))
 
 
-def random_medusa(model: PreTrainedModel, num_heads: int = 3, draft_vocab: int | None = None) -> MedusaDrafter:
+def random_medusa(
+    model: PreTrainedModel,
+    num_heads: int = 3,
+    draft_vocab: int | None = None,
+    choices: Sequence[tuple[int, ...]] = CHOICES,
+) -> MedusaDrafter:
     """Random heads with the base's own projection: nearly always wrong, never harmful. A draft vocabulary is of the
     tokens 1, 4, 7, ….
     """
@@ -40,7 +45,7 @@ def random_medusa(model: PreTrainedModel, num_heads: int = 3, draft_vocab: int |
             torch.nn.init.normal_(parameter)
     if heads.token_ids is not None:
         heads.token_ids.mul_(3).add_(1)
-    return MedusaDrafter(heads, target, CHOICES)
+    return MedusaDrafter(heads, target, choices)
 
 
 def successor(token: int) -> int:

@@ -283,13 +283,12 @@ def test_states_are_asked_for_before_any_is_merged() -> None:
     """Each by an instruction of its own; those that come of memory one after the other take as often its latency."""
     orders = on_hopper("""
 import re
-from triton.tools.disasm import get_sass
-from tests.hopper import COMPILED, attend
+from tests.hopper import COMPILED, assembly, attend
 for context in 512, 1024:
     attend(None, 1, chains=True, context=context)
 for name, made in COMPILED:
     if name == "merge_kernel":
-        print(re.findall(r"LDG.E.128|MUFU.EX2", get_sass(made["cubin"])))
+        print(re.findall(r"LDG.E.128|MUFU.EX2", assembly(made)))
 """)
     assert [order[: order.index("MUFU.EX2")] for order in orders] == [["LDG.E.128"] * n for n in (8, 16)]
     assert all("LDG.E.128" not in order[order.index("MUFU.EX2") :] for order in orders)

@@ -317,7 +317,8 @@ def test_which_kernel_reads_a_batch(
         (8, 16, 1024, "native", 1), (16, 16, 1024, "native", 16), (8, 16, 8192, "native", 16),
         (1, 64, 512, "native", 1), (1, 64, 16384, "native", 1), (1, 64, 32768, "pair", 16), (8, 64, 4096, "pair", 16),
         (1, 48, 32768, "native", 1), (8, 8, 32768, "native", 1), (1, 32, 32768, "native", 1),
-        (2, 32, 32768, "pair", 16), (16, 64, 2048, "native", 16), (8, 48, 16384, "native", 16),
+        (2, 32, 32768, "pair", 16), (16, 64, 2048, "pair", 16), (8, 48, 16384, "native", 16),
+        (8, 32, 4096, "pair", 16), (8, 32, 2048, "native", 16), (16, 32, 1024, "native", 16),
     ],
 )  # fmt: skip
 def test_which_kernel_reads_native_pages(
@@ -481,20 +482,21 @@ def test_two_tiles_of_nodes_share_what_is_brought(dim: int) -> None:
     """
     kernels = on_hopper(f"""
 import re
-from triton.tools.disasm import get_sass
-from tests.hopper import COMPILED, attend, registers, warnings
+from tests.hopper import COMPILED, assembly, attend, registers, warnings
 for chains in (True, False):
     attend(None, 64, chains=chains, codes="PAIR", first=16, dim={dim})
 for name, made in COMPILED:
     if name == "pair_kernel":
-        weighing = [block for block in re.split("BRA", get_sass(made["cubin"])) if "tnspB" in block]
+        weighing = [block for block in re.split("BRA", assembly(made)) if "tnspB" in block]
         spills = [bool(re.search("LDL|STL", block)) for block in weighing]
-        print((str(made["ttgir"]), made["ptx"], made["shared"], registers(made), warnings(made), spills))
+        beside = [bool(re.search("DEPBAR.*?FMNMX.*?DEPBAR", block, re.S)) for block in weighing]
+        print((str(made["ttgir"]), made["ptx"], made["shared"], registers(made), warnings(made), spills, beside))
 """)
     assert len(kernels) == 2
-    for ttgir, ptx_text, shared, (count, stack), said, spills in kernels:
+    for ttgir, ptx_text, shared, (count, stack), said, spills, beside in kernels:
         assert shared <= 227 << 10 and count <= 168 and stack <= 24 and not said
-        assert len(spills) >= 4 and not any(spills), "a few words are in memory, but none in the loops of both groups"
+        assert len(spills) == 6 and not any(spills), "a few words are in memory, but none in the loops of both groups"
+        assert len(beside) == 6 and all(beside), "maxima are found while values are multiplied"
         _, _, used = of_shared_memory(ttgir)
         weights, one, values = "tensor<64x64xbf16", "memdesc<64x8xbf16", f"memdesc<64x{dim}xbf16"
         assert used == {(weights, one), (weights, values), (values, f"memdesc<{dim}x64xbf16")}

@@ -8,7 +8,9 @@ from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.protocol import Drafter
 from specdec.kernels.formats import FORMATS
+from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
+from specdec.kernels.gpu.pair import PAIR
 from specdec.models.decoder import Decoder
 from tests.conftest import VOCAB, tiny_llama
 from tests.engines import make_engine, outputs, run
@@ -17,6 +19,8 @@ from tests.medusa import random_medusa
 from tests.scripted import RandomDrafter
 
 pytestmark = pytest.mark.gpu
+SIXTEEN_NODES = [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 0, 1)]
+SIXTEEN_NODES += [(0, 1, 0), (1, 0, 0), (2, 0, 0)]  # and the root
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [3], [11, 12, 13] * 9, list(range(20, 60))]
 
 
@@ -91,3 +95,35 @@ def test_contexts_that_are_copied_early_change_no_token(name: str, dim: int, mon
         engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs)
         assert outputs(run(engine, prompts, asks())) == alone
     assert name not in ("medusa", "recurrent") or "wide" in taken, "trees have more rows"
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["ngram", "paths", "medusa"])
+def test_tiles_of_nodes_that_share_keys_change_no_token(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, captured and eager, of chains and of trees whose nodes fill two tiles or four; contexts of both splits."""
+    heads = {"head_dim": dim, "num_attention_heads": 8, "num_key_value_heads": 1, "max_position_embeddings": 4096}
+    model = tiny_llama(dtype=torch.bfloat16, **heads).to("cuda")
+    room = {"max_model_len": 4096, "num_blocks": 512}
+    prompts = [[(i % 11) * (j + 3) % VOCAB for i in range(n)] for j, n in enumerate((131, 2100, 64, 3200))]
+    alone = [outputs(run(make_engine(model, **room), [p], [a]))[0] for p, a in zip(prompts, asks(), strict=True)]
+    attend, taken = PAIR.attend, set()
+
+    def seen(q, pages, state, work, *args) -> None:  # type: ignore[no-untyped-def]
+        taken.add((work.early, work.chains))
+        attend(q, pages, state, work, *args)
+
+    monkeypatch.setattr(PAIR, "attend", seen)
+    monkeypatch.setattr(PAIR, "takes", lambda q, pages, work, sizes: work.pairs and _made_for(q, pages, work, sizes))
+    for cuda_graphs in (True, False):
+        drafters: dict[str, Drafter] = {
+            "ngram": NGramDrafter(num_speculative_tokens=15, max_paths=1),
+            "paths": NGramDrafter(num_speculative_tokens=31),
+            "medusa": random_medusa(model, choices=SIXTEEN_NODES),
+        }
+        engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs, **room)
+        assert outputs(run(engine, prompts, asks())) == alone
+    assert {early for early, _ in taken} == {True, False}
+
+
+def _made_for(*batch: object) -> bool:
+    return HopperKernel.takes(PAIR, *batch)  # type: ignore[arg-type]

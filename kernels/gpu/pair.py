@@ -175,14 +175,15 @@ def _scores(q, keys):
 def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.constexpr, TIMES: gl.constexpr):
     """Put tiles behind those before.
 
-    The next tile's scores are asked for before this one's are weighed. Weights are found before their product is asked
-    for, which the compiler would not heed if only a wait told it so.
+    The next tile's scores are asked for before this one's are weighed, and their maximum is found while this one's
+    values are multiplied. Weights are found before their product is asked for, which the compiler would not heed if
+    only a wait told it so.
 
     Args:
         first, end: which tiles.
         begin: the first tile of their split, whose sums don't go on from those before.
         state: maximum [ROWS], sum of weights [ROWS, n], weighted values [ROWS, D], the first tile's scores
-            [ROWS, KEY_TILE], and the slot of its values and whose turn that is.
+            [ROWS, KEY_TILE] and their maximum [ROWS], and the slot of its values and whose turn that is.
         right: the queries, and ones.
         ring: as for `_produce`.
         position: the last key that each row sees.
@@ -194,7 +195,7 @@ def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.
     Returns:
         The state, with the scores of tile `end`, or what stands there where a program's tiles end.
     """
-    m, total, acc, s, slot, phase = state
+    m, total, acc, s, top, slot, phase = state
     q, ones = right
     keys, values, there, free, _ = ring
     D: gl.constexpr = acc.shape[1]
@@ -204,19 +205,22 @@ def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.
             if MASKED:
                 key = gl.arange(0, KEY_TILE, gl.SliceLayout(0, sums_layout(ROWS, KEY_TILE)))
                 s = gl.where((key + tile * KEY_TILE)[None, :] <= position[:, None], s, float("-inf"))
+                top = tops(s, ROWS)
             mbarrier.wait(there.index(slot), phase)
             s_next = _scores(q, keys.index(slot))
-            m, finite, keep = new_maximum(m, tops(s, ROWS) * factor)
+            m, finite, keep = new_maximum(m, top * factor)
             p = gl.convert_layout(gl.exp2(gl.fma(s, factor, -finite[:, None])).to(q.dtype), left_layout(ROWS, D))
             total = total * row_values(keep, ROWS, times(ROWS))[:, None]
             acc = acc * row_values(keep, ROWS, D)[:, None]
             total = warpgroup_mma(p, ones, total, use_acc=tile > begin, is_async=True)
             acc = warpgroup_mma(p, values.index(slot), acc, use_acc=tile > begin, is_async=True)
-            s, total, acc, p = warpgroup_mma_wait(0, deps=(s_next, total, acc, p))
+            s = warpgroup_mma_wait(2, deps=(s_next,))  # but not for the two behind them
+            top = tops(s, ROWS)
+            total, acc, p = warpgroup_mma_wait(0, deps=(total, acc, p))
             group_barrier()
             mbarrier.arrive(free.index(slot), count=1)
             slot, phase = _after(slot, phase)
-    return m, total, acc, s, slot, phase
+    return m, total, acc, s, top, slot, phase
 
 
 @gluon.jit
@@ -293,16 +297,17 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=(_scores(query, keys.index(0)),))
         group_barrier()
         mbarrier.arrive(free.index(0), count=1)
+        top = tops(s, ROWS)
         slot, phase = first * 0 + 1, first * 0
         last_read = split_of(end - 1, SMALL, NUM, LARGE)
         for split in range(first_split, last_read + 1):
             to_tile = gl.minimum(start_of(split + 1, SMALL, NUM, LARGE), end)
             near = first + gl.maximum(gl.minimum(whole, to_tile) - first, 0) // 2 * 2
             m = gl.full([ROWS], float("-inf"), gl.float32, m.type.layout)
-            state = m, total, acc, s, slot, phase
+            state = m, total, acc, s, top, slot, phase
             state = _attend(first, near, first, state, right, ring, position, factor, False, 2)
             state = _attend(near, to_tile, first, state, right, ring, position, factor, CHAINS, 1)
-            m, total, acc, s, slot, phase = state
+            m, total, acc, s, top, slot, phase = state
             before = _complete(to, before, split, last_split, m, total, acc, H, GROUP, CHAINS, NUM)
             first = to_tile
     if not CHAINS:  # of which the last split may have no tile that all nodes see
@@ -408,14 +413,16 @@ class PairKernel(HopperKernel):
     def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
         """Return whether this kernel is the faster one for a batch; see `HopperKernel.takes`.
 
-        It is where each program has work for as long as the small splits take. Where the longest context is a bound, as
-        in captured steps, contexts may be much shorter: twice as much work is asked for then.
+        It is where each program has work for as long as the small splits take, or for half of that where two programs
+        or one have all of a head's keys. Where the longest context is a bound, as in captured steps, contexts may be
+        much shorter: twice as much work is asked for then.
         """
         if not work.pairs or not super().takes(q, pages, work, sizes):
             return False
         units = SMALL_UNITS.value + num_splits(work.max_context) - NUM_SMALL
-        least = SMALL_UNITS.value * (2 if work.early else 1)
-        return bool(units >= least * self._programs(q, work, int(sizes["G"])))
+        programs = self._programs(q, work, int(sizes["G"]))
+        least = SMALL_UNITS.value * programs * (2 if work.early else 1)
+        return bool(units >= (least if programs > 2 else least // 2))
 
     def _programs(self, q: Tensor, work: AttentionWork, num_kv_heads: int) -> int:
         """How many programs two tiles of nodes and a key head have."""
