@@ -85,14 +85,14 @@ def dropin() -> str:
 
 def ngram_gpu() -> str:
     """Return n-gram drafts against none on a GPU, by prompt."""
-    rows = read("speculation_smollm2_h100")["rows"]
+    rows = read("speculation_smollm2_h200")["rows"]
     shown = ([r["prompt"], f"{r['plain']:,.0f}", f"{r['ngram']:,.0f}", f"{r['ratio']:.2f}"] for r in rows)
     return table(("prompt", "plain tok/s", "ngram tok/s", "×"), shown)
 
 
 def throughput() -> str:
     """Return plain decoding on a GPU by number of requests, deterministic and not."""
-    files = {"SmolLM2-135M-Instruct": "throughput_smollm2_h100", "Llama-3-8B's shape": "throughput_8b_h100"}
+    files = {"SmolLM2-135M-Instruct": "throughput_smollm2_h200", "Llama-3-8B's shape": "throughput_8b_h200"}
     rows = []
     for model, file in files.items():
         for deterministic in (True, False):
@@ -127,7 +127,7 @@ def tau_of_heads() -> str:
 
 def prefill() -> str:
     """Return the speed of one long prompt, deterministic and by the library's products."""
-    result = read("prefill_8b_h100")
+    result = read("prefill_8b_h200")
     speeds = result["tok_s"]
     row = [f"{result['length']:,} tokens", *(f"{speeds[key]:,.0f}" for key in ("deterministic", "cublas"))]
     return table(("prompt", "deterministic tok/s", "library tok/s", "ratio"), [[*row, f"{speeds['ratio']:.2f}"]])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from specdec.engine.text import IncrementalDetokenizer, Step, StopChecker
+from specdec.engine.text import IncrementalDetokenizer, Step, StopChecker, decoder_of
 from specdec.errors import InvalidRequest
 from specdec.params import SamplingParams
 
@@ -240,6 +240,50 @@ def test_f1_an_output_that_ends_inside_a_character_shows_it_as_the_whole_decode_
     parts = deltas(tokenizer, ids)
     assert "".join(parts) == tokenizer.decode(ids)
     assert set(parts[-1]) == {"�"}
+
+
+@every_tokenizer
+@checked
+@given(text=mixed, skip=st.booleans())
+def test_what_is_asked_for_text_says_what_the_tokenizer_says(make: Make, text: str, skip: bool):
+    tokenizer = make()
+    ids = encode(tokenizer, text)
+    want = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    assert decoder_of(tokenizer)(ids, skip) == want
+
+
+def test_a_fast_tokenizer_makes_text_without_a_detour(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = byte_level()
+    ids = encode(tokenizer, LINES[0])
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", None)
+    assert "".join(deltas(tokenizer, ids)) == LINES[0]
+
+
+def test_text_is_not_cleaned_up(monkeypatch: pytest.MonkeyPatch):
+    """Not by a tokenizer whose own `decode` would."""
+    tokenizer = metaspace_unigram()
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", True)
+    ids = [id_of(tokenizer, "▁a"), *as_bytes(tokenizer, b" .")]
+    assert [tokenizer.decode(ids), decoder_of(tokenizer)(ids, True)] == ["a.", "a ."]
+    assert "".join(deltas(tokenizer, ids)) == "a ."
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A fast tokenizer with a text of its own."""
+
+    def _decode(self, token_ids: list[int], **kwargs: object) -> str:
+        return str(super()._decode(token_ids, **kwargs)).upper()
+
+
+@pytest.mark.parametrize("how", ["its class", "itself"])
+def test_a_tokenizer_that_has_its_own_decode_is_asked(how: str, monkeypatch: pytest.MonkeyPatch):
+    fast = byte_level()
+    tokenizer = (
+        Shouting(tokenizer_object=fast.backend_tokenizer) if how == "its class" else wrap(fast.backend_tokenizer)
+    )
+    if how == "itself":
+        monkeypatch.setattr(tokenizer, "decode", lambda ids, **kwargs: fast.decode(ids, **kwargs).upper())
+    assert "".join(deltas(tokenizer, encode(tokenizer, "stop here"))) == "STOP HERE"
 
 
 def test_finish_gives_the_rest_once():

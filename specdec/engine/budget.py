@@ -173,7 +173,10 @@ class NodeBudget:
         self._states.pop(request_id, None)
 
     def _state(self, request: Request) -> _RequestState:
-        return self._states.setdefault(request.id, _RequestState(self._gains.first))
+        state = self._states.get(request.id)
+        if state is None:
+            state = self._states[request.id] = _RequestState(self._gains.first)
+        return state
 
     def _alone(self, num_seqs: int, context: int, quality: float) -> int:
         return self._search([quality], lambda num_nodes: self._seconds(num_seqs, num_nodes, context))

@@ -4,7 +4,7 @@ Knows a tokenizer and the sampling parameters of one request; knows nothing of b
 classes take tokens one at a time, so a block of accepted tokens ends where plain decoding would have ended.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -25,6 +25,26 @@ class Detokenizing(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> Any:
         """Return the text of the tokens; bytes that are no character show as U+FFFD."""
         ...
+
+
+def decoder_of(tokenizer: Detokenizing) -> Callable[[list[int], bool], str]:
+    """Return what makes text of tokens, without clean-up: "a ." to "a." would rewrite text that is out already.
+
+    A fast tokenizer's own `decode` spends most of its time on what tokens may be given as; where a class has not
+    changed it, what it hands them to is asked, for the same text.
+
+    Returns:
+        A function of tokens and whether special ones are left out.
+    """
+    from transformers import PreTrainedTokenizerFast as fast  # noqa: N813, PLC0415  # slow to import, and loaded by now
+
+    same = all(getattr(type(tokenizer), name, None) is getattr(fast, name, fast) for name in ("decode", "_decode"))
+    if same and "decode" not in vars(tokenizer):
+        decode = tokenizer.backend_tokenizer.decode  # type: ignore[attr-defined]
+        return lambda token_ids, skip: str(decode(token_ids, skip_special_tokens=skip))
+    return lambda token_ids, skip: str(
+        tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    )
 
 
 class IncrementalDetokenizer:
@@ -49,7 +69,7 @@ class IncrementalDetokenizer:
     # run turns invalid, and needs a fast tokenizer.
 
     def __init__(self, tokenizer: Detokenizing, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True):
-        self._tokenizer = tokenizer
+        self._decode_all = decoder_of(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         self._context = self._prompt_tail(prompt_ids)  # tokens whose text is returned; they anchor the pending ones
         self._pending: list[int] = []  # tokens since the text last ended with a finished character
@@ -121,9 +141,7 @@ class IncrementalDetokenizer:
         return self._decode([token_id]) == "" != self._decode([token_id], skip_special_tokens=False)
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        skip = skip_special_tokens and self._skip_special_tokens
-        # Clean-up ("a ." to "a.") would rewrite text that is out already.
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+        return self._decode_all(token_ids, skip_special_tokens and self._skip_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
