@@ -48,12 +48,12 @@ def serving(*options: str, model: str | None = None) -> Iterator[Serving]:
         if model is None:
             tiny_llama(vocab_size=96, dtype=torch.float32, max_position_embeddings=1024).save_pretrained(folder)
             letters().save_pretrained(folder)
-        port = _free_port()
+        port = free_port()
         command = [sys.executable, "-c", _RUN, "serve", "--model", model or folder, "--served-model-name", MODEL]
         command += ["--port", str(port), "--log-level", "warning", *options]
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
-            _wait(f"http://127.0.0.1:{port}", process)
+            wait_until_ready(f"http://127.0.0.1:{port}", process)
             gc.collect()
             gc.freeze()  # as the server does: a client that stands still measures itself
             yield Serving(f"http://127.0.0.1:{port}", process.pid)
@@ -68,7 +68,8 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Return once the server that a process is takes requests."""
     for _ in range(600):
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with code {process.returncode}")
@@ -80,7 +81,8 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError("the server was not ready after 60 s")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     import socket
 
     with socket.socket() as probe:

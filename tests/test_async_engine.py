@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.drafters.ngram import NGramDrafter
-from specdec.engine.answers import AnswerChunk
+from specdec.engine.answers import AnswerChunk, Answers
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
@@ -312,3 +312,41 @@ def test_a_random_mix_of_arrivals_and_aborts_changes_no_token(model: PreTrainedM
     for i, chunks in enumerate(run(main())):
         if chunks is not None:
             assert answers(chunks, 1)[0][:4] == offline(model, prompts[i], params[i])[0][:4]
+
+
+def chunk_of(index: int, *token_ids: int, error: Exception | None = None) -> AnswerChunk:
+    finish_reason = None if error is None else "error"
+    names = ["target"] * len(token_ids)
+    return AnswerChunk(index, [str(t) for t in token_ids], [*token_ids], names, [], finish_reason, error=error)
+
+
+def test_a_slow_reader_finds_what_came_meanwhile_in_one_chunk() -> None:
+    """Of each answer; and what ends the iteration comes behind all that was there before it."""
+    failure, death = SpecdecError("it failed"), EngineDead("all failed")
+    cases: list[tuple[list[AnswerChunk | Exception], list[tuple[int, list[int]]], Exception | None]] = [
+        ([chunk_of(0, 1), chunk_of(0, 2, 3), chunk_of(0, 4)], [(0, [1, 2, 3, 4])], None),
+        ([chunk_of(0, 1), chunk_of(1, 7), chunk_of(0, 2)], [(1, [7]), (0, [1, 2])], None),
+        ([chunk_of(0, 1), chunk_of(1, 7), chunk_of(0, error=failure), chunk_of(1, 8)], [(1, [7]), (0, [1])], failure),
+        ([chunk_of(0, 1), chunk_of(0, 2), death], [(0, [1, 2])], death),
+        ([death], [], death),
+    ]
+
+    async def read(come: Sequence[AnswerChunk | Exception], count: int, ends: bool) -> list[AnswerChunk]:
+        answers = Answers(2, lambda answers: None)
+        for item in come:
+            answers.put(item)
+        found = [await anext(answers) for _ in range(count)]
+        if ends:
+            with pytest.raises(SpecdecError) as raised:
+                await anext(answers)
+            assert raised.value in come or raised.value is failure
+        else:
+            answers.put(chunk_of(0, 9))
+            answers_behind = await anext(answers)
+            assert answers_behind.token_ids == [9], "a reader that waits has each at once"
+        return found
+
+    for come, want, error in cases:
+        found = run(read(come, len(want), error is not None))
+        assert [(chunk.index, chunk.token_ids) for chunk in found] == want
+        assert [chunk.text for chunk in found] == ["".join(map(str, tokens)) for _, tokens in want]

@@ -55,11 +55,11 @@ def serve(
     check_address(config)
     set_up_logs(log_level)
     llm = LLM(model, drafter, device=device, dtype=dtype, quantization=quantization, prepack=prepack, **sizes)
-    _give_turns()
+    give_turns()
     DrainingServer(make_app(llm, config), config).run()
 
 
-def _give_turns() -> None:
+def give_turns() -> None:
     """Let no thread keep the others waiting for long: neither the engine's nor one that collects garbage."""
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()

@@ -1,6 +1,7 @@
 """The answers to one call, on their way from the engine's thread to the coroutine that waits for them."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -119,6 +120,8 @@ class Answer:
 class Answers:
     """An asynchronous iterator over the chunks of a call's answers; leaving it closes it.
 
+    A reader that is slower than the engine finds what an answer got meanwhile in one chunk, so that it catches up.
+
     Once one of the answers has failed, the iteration raises what it failed with, after its last chunk.
 
     Args:
@@ -132,6 +135,7 @@ class Answers:
     closed: bool = False
     _error: Exception | None = None
     _chunks: asyncio.Queue[AnswerChunk | Exception] = field(default_factory=asyncio.Queue)
+    _taken: deque[AnswerChunk | Exception] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.num_open = self.num_answers
@@ -154,13 +158,25 @@ class Answers:
             raise self._error
         if not self.num_open:
             raise StopAsyncIteration
-        chunk = await self._chunks.get()
+        if not self._taken:
+            self._taken += self._joined(await self._chunks.get())
+        chunk = self._taken.popleft()
         if isinstance(chunk, Exception):
             self._error = chunk  # nothing comes after it
             raise chunk
         self.num_open -= chunk.finish_reason is not None
         self._error = chunk.error
         return chunk
+
+    def _joined(self, item: AnswerChunk | Exception) -> list[AnswerChunk | Exception]:
+        """Return this and what came behind it, each answer's chunks as one; what ends the iteration is the last."""
+        parts: dict[int, list[AnswerChunk]] = {}
+        while not isinstance(item, Exception):
+            parts[item.index] = [*parts.pop(item.index, ()), item]  # behind those of others that came before
+            if item.error is not None or self._chunks.empty():
+                return [joined(part) for part in parts.values()]
+            item = self._chunks.get_nowait()
+        return [*(joined(part) for part in parts.values()), item]
 
     def __enter__(self) -> Self:
         return self
