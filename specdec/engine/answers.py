@@ -172,7 +172,9 @@ class Answers:
         """Return this and what came behind it, each answer's chunks as one; what ends the iteration is the last."""
         parts: dict[int, list[AnswerChunk]] = {}
         while not isinstance(item, Exception):
-            parts[item.index] = [*parts.pop(item.index, ()), item]  # behind those of others that came before
+            own = parts.pop(item.index, [])
+            own.append(item)
+            parts[item.index] = own  # behind those of others that came before
             if item.error is not None or self._chunks.empty():
                 return [joined(part) for part in parts.values()]
             item = self._chunks.get_nowait()
@@ -188,6 +190,8 @@ class Answers:
 def joined(chunks: Sequence[AnswerChunk]) -> AnswerChunk:
     """Return one answer's chunks, from its first to its last, as one."""
     last = chunks[-1]
+    if len(chunks) == 1:
+        return last
     return AnswerChunk(
         last.index,
         [piece for chunk in chunks for piece in chunk.pieces],
