@@ -108,7 +108,8 @@ def main(model: str, steps: str, tokens: int, path: str | None) -> None:
             process.terminate()
             process.wait(60)
         click.echo(str(rows[-1]))
-    facts = {"command": "python -m benchmarks.server_streams", "device": "CPU", "torch": torch.__version__}
+    command = f"python -m benchmarks.server_streams --model {model} --steps {steps} --tokens {tokens}"
+    facts = {"command": command, "device": "CPU", "torch": torch.__version__}
     show({**facts, "streams": STREAMS, "tokens": tokens, "rows": rows}, path)
 
 

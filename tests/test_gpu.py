@@ -113,7 +113,7 @@ def test_tiles_of_nodes_that_share_keys_change_no_token(name: str, dim: int, mon
         attend(q, pages, state, work, *args)
 
     monkeypatch.setattr(PAIR, "attend", seen)
-    monkeypatch.setattr(PAIR, "takes", lambda q, pages, work, sizes: work.pairs and _made_for(q, pages, work, sizes))
+    monkeypatch.setattr(PAIR, "takes", lambda *batch: batch[2].pairs and HopperKernel.takes(PAIR, *batch))
     for cuda_graphs in (True, False):
         drafters: dict[str, Drafter] = {
             "ngram": NGramDrafter(num_speculative_tokens=15, max_paths=1),
@@ -123,7 +123,3 @@ def test_tiles_of_nodes_that_share_keys_change_no_token(name: str, dim: int, mon
         engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs, **room)
         assert outputs(run(engine, prompts, asks())) == alone
     assert {early for early, _ in taken} >= ({True, False} if name == "medusa" else {True})
-
-
-def _made_for(*batch: object) -> bool:
-    return HopperKernel.takes(PAIR, *batch)  # type: ignore[arg-type]
