@@ -36,7 +36,7 @@ from specdec.kernels.gpu.hopper import (
     program_of,
     stage_after,
     store_state,
-    wait_for_kernels,
+    wait_unless_idle,
 )
 
 WARPS = gl.constexpr(4)
@@ -145,7 +145,7 @@ def direct_kernel(
     asked, tiles, table, bounds = part_of(
         tile, (split, split + 1), lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
     )
-    wait_for_kernels(PDL)
+    wait_unless_idle(asked, split, PDL)
     if asked:
         from_tile, whole, to_tile = tiles
         kept = room(STAGES, k_pages), room(STAGES, k_pages)

@@ -49,6 +49,16 @@ def wait_for_kernels(PDL: gl.constexpr):
 
 
 @gluon.jit
+def wait_unless_idle(asked, part, PDL: gl.constexpr):
+    """Wait for the kernels before where there is something to do; else a program leaves its room to others at once.
+
+    A tile's first program waits in any case: this kernel never ends before those that it follows.
+    """
+    if asked | (part == 0):
+        wait_for_kernels(PDL)
+
+
+@gluon.jit
 def program_of(tiles_ptr, early, FIRST: gl.constexpr, PDL: gl.constexpr):
     """What a program is for: a tile's sequence, first row, number of rows and first node; the key head; the part.
 

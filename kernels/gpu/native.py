@@ -29,7 +29,7 @@ from specdec.kernels.gpu.hopper import (
     stage_after,
     store_state,
     tiles_of,
-    wait_for_kernels,
+    wait_unless_idle,
 )
 from specdec.kernels.gpu.online import MANY_HEADS
 
@@ -289,7 +289,7 @@ def native_kernel(
     begun = asked & of_context  # which the kernel before has no part in, or has ended
     if begun:
         _begin(kept, k_pages, v_pages, kv_head, blocks, from_tile, bounds, BLOCK_SIZE, G)
-    wait_for_kernels(PDL)
+    wait_unless_idle(asked, part, PDL)
     if asked:
         if not begun:
             _begin(kept, k_pages, v_pages, kv_head, blocks, from_tile, bounds, BLOCK_SIZE, G)

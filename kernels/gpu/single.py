@@ -31,7 +31,7 @@ from specdec.kernels.gpu.hopper import (
     part_of,
     program_of,
     store_state,
-    wait_for_kernels,
+    wait_unless_idle,
 )
 
 ROWS = gl.constexpr(16)
@@ -130,7 +130,7 @@ def single_kernel(
     asked, tiles, table, bounds = part_of(
         tile, (split, split + 1), lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
     )
-    wait_for_kernels(PDL)
+    wait_unless_idle(asked, split, PDL)
     if asked:
         from_tile, whole, to_tile = tiles
         k_kept, v_kept = room(1, k_pages), room(1, k_pages)

@@ -40,7 +40,7 @@ from specdec.kernels.gpu.hopper import (
     stage_after,
     store_state,
     tiles_of,
-    wait_for_kernels,
+    wait_unless_idle,
 )
 
 WARPS = gl.constexpr(4)
@@ -254,7 +254,7 @@ def wide_kernel(
     asked, tiles, table, bounds = part_of(
         tile, splits, lane, reads, table_ptr, table_stride, GROUP, CHAINS, BLOCK_SIZE, SMALL, NUM, LARGE
     )
-    wait_for_kernels(PDL)
+    wait_unless_idle(asked, part, PDL)
     if asked:
         from_tile, whole, to_tile = tiles
         kept = room(STAGES, k_pages), room(STAGES, k_pages)
