@@ -101,12 +101,22 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -
 # --- activations
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # as it does on a GPU, silently
 @pytest.mark.parametrize("name", sorted(reference_activation.ACTIVATIONS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_act_mul(dtype: torch.dtype, name: str) -> None:
     gate_up = randn(3, 2 * 1037 + 5, dtype=dtype)[:, 3:-2]
     gate_up[0, :4] = torch.tensor([-300.0, 300.0, -9.0, 0.0])
     assert_close(act_mul(gate_up, name), reference_activation.act_mul(gate_up.double(), name))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("name", sorted(reference_activation.ACTIVATIONS))
+def test_act_mul_of_what_is_not_finite_or_has_no_exponential(name: str) -> None:
+    gate = torch.tensor([[torch.inf, -torch.inf, torch.nan, -1e30, 1e30, -100.0, 100.0]], device=DEVICE)
+    got = act_mul(torch.cat([gate, torch.ones_like(gate)], 1), name)
+    want = reference_activation.act_mul(torch.cat([gate, torch.ones_like(gate)], 1).double(), name).float()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

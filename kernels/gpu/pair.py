@@ -70,6 +70,12 @@ def _cleared(dim):
     return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [1, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def _rows_of_warp(warps):
+    """The layout in which each of some warps has one number for each row."""
+    return gl.BlockedLayout([ROWS // 32], [32], [warps], [0])
+
+
 @gluon.jit
 def _blocks_of(table, tile, BLOCK_SIZE: gl.constexpr):
     """The blocks of a tile, four numbers, of which those behind the last one repeat it."""
@@ -111,20 +117,86 @@ def _after(slot, phase):
 
 
 @gluon.jit
+def _splits_of(part, parts, last_split, NUM: gl.constexpr):
+    """The first of a program's splits and where they end, if so many programs share them. The small ones are one's."""
+    units = SMALL_UNITS + gl.maximum(last_split + 1 - NUM, 0)
+    first, end = part * units // parts, (part + 1) * units // parts
+    first_split = gl.where(first == 0, 0, gl.maximum(first, SMALL_UNITS) + (NUM - SMALL_UNITS))
+    end_split = gl.minimum(gl.maximum(end, SMALL_UNITS) + (NUM - SMALL_UNITS), last_split + 1)
+    return first_split, gl.where(first == end, first_split, end_split)
+
+
+@gluon.jit
+def _seen_by(tile, other, reads, WARPS: gl.constexpr, GROUP: gl.constexpr, CHAINS: gl.constexpr):
+    """As `seen` for two tiles of one sequence: the last key that any row sees, the end, and that of what all see.
+
+    Where a tile is padding alone, what the other one sees. Each warp has all rows, and waits for no other.
+    """
+    lane = gl.arange(0, ROWS, _rows_of_warp(WARPS))
+    _, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
+    if CHAINS:
+        _, last_of, end_of, whole_of = seen(other, lane, reads, GROUP, CHAINS)
+        both = gl.minimum(whole, whole_of)
+        whole = gl.where(last_of < 0, whole, gl.where(last < 0, whole_of, both))
+        last, end = gl.maximum(last, last_of), gl.maximum(end, end_of)
+    return last, end, whole
+
+
+@gluon.jit
+def _tile_at(tiles_ptr, tile):
+    """A tile's sequence, first row, number of rows and first node."""
+    at = tiles_ptr + tile * 4
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+
+
+@gluon.jit
+def _part_of(
+    where, reads, WARPS: gl.constexpr, CHAINS: gl.constexpr, GROUP: gl.constexpr, SMALL: gl.constexpr,
+    NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """What a program is for, which each of its groups of warps finds for itself, so that nothing is handed over.
+
+    Args:
+        where: tiles, the block table, its stride, and whether these may be read while the kernel before still runs.
+        reads: contexts, positions, ancestors.
+        WARPS: of the group.
+
+    Returns:
+        Both tiles; the first split, where they end, and the last one that there is; the first tile of keys, where they
+        end, where those end that all rows see, and the last key that any row sees.
+    """
+    tiles_ptr, _, _, early = where
+    if early == 0:
+        wait_for_kernels(PDL)
+    pair, part = gl.program_id(1), gl.program_id(2)
+    tile, other = _tile_at(tiles_ptr, 2 * pair), _tile_at(tiles_ptr, 2 * pair + 1)
+    last, end, whole = _seen_by(tile, other, reads, WARPS, GROUP, CHAINS)
+    MERGED: gl.constexpr = 1 if CHAINS else 0
+    last_split = split_of(gl.maximum(end - MERGED, 0), SMALL, NUM, LARGE)
+    first_split, end_split = _splits_of(part, gl.num_programs(2), last_split, NUM)
+    first = start_of(first_split, SMALL, NUM, LARGE)
+    end = gl.minimum(start_of(end_split, SMALL, NUM, LARGE), end)
+    return tile, other, (first_split, end_split, last_split), (first, end, whole, last)
+
+
+@gluon.jit
 def _produce(
-    k_desc, v_desc, head, table, tiles, context, ring,
-    CHAINS: gl.constexpr, BLOCK_SIZE: gl.constexpr, PDL: gl.constexpr,
+    k_desc, v_desc, where, reads, ring,
+    CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr, SMALL: gl.constexpr,
+    NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Bring what two warp groups use, as there is room.
 
     Args:
         k_desc, v_desc: pages, [slots, heads × D].
-        head: which head of them.
-        table: where the block table starts, and its number of blocks.
-        tiles: the first tile, where they end, where those end that all rows see, and the last key that any row sees.
-        context: keys that are there while the kernel before still runs.
+        where, reads: as for `_part_of`.
         ring: keys and values, and barriers: what was brought, what is free, and values that are to be cleared.
     """
+    tile, _, _, tiles = _part_of(where, reads, 1, CHAINS, H // G, SMALL, NUM, LARGE, PDL)
+    head, last = gl.program_id(0), tiles[3]
+    table_at = where[1] + tile[0].to(gl.int64) * where[2]
+    table = table_at, gl.maximum((last + BLOCK_SIZE) // BLOCK_SIZE, 1)
+    context = gl.load(reads[0] + tile[0]).to(gl.int32)  # keys that are there while the kernel before still runs
     keys, values, there, free, landed = ring
     first, end, whole, last = tiles
     BYTES: gl.constexpr = KEY_TILE * keys.shape[2] * 2
@@ -255,7 +327,7 @@ def _complete(
 
 @gluon.jit
 def _consume(
-    q_ptr, to, reads, splits, tiles, scale, query, ones, ring,
+    q_ptr, states, num_states, where, reads, scale, query, ones, ring, SECOND: gl.constexpr,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr,
     LARGE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -263,18 +335,21 @@ def _consume(
 
     Args:
         q_ptr: queries.
-        to: where states go, the tile, the key head, and the number of states.
-        reads: contexts, positions, ancestors.
-        splits: the first split, where they end, and the last one that there is.
-        tiles: as for `_produce`.
+        states, num_states: where states go, and their number.
+        where, reads: as for `_part_of`.
         scale: on the scores.
         query, ones: room for the queries, and ones, in shared memory.
         ring: as for `_produce`.
+        SECOND: which of the two tiles.
     """
-    _, tile, head, _ = to
     keys, _, there, free, _ = ring
     D: gl.constexpr = keys.shape[2]
     GROUP: gl.constexpr = H // G
+    tile, other, splits, tiles = _part_of(where, reads, 4, CHAINS, GROUP, SMALL, NUM, LARGE, PDL)
+    if SECOND:
+        tile = other
+    head = gl.program_id(0)
+    to = states, tile, head, num_states
     first, end, whole, _ = tiles
     first_split, end_split, last_split = splits
     lane = gl.arange(0, ROWS, row_layout(ROWS, KEY_TILE))
@@ -316,39 +391,6 @@ def _consume(
             _complete(to, before, last_split, last_split, m, total, acc, H, GROUP, CHAINS, NUM)
 
 
-@gluon.jit
-def _splits_of(part, parts, last_split, NUM: gl.constexpr):
-    """The first of a program's splits and where they end, if so many programs share them. The small ones are one's."""
-    units = SMALL_UNITS + gl.maximum(last_split + 1 - NUM, 0)
-    first, end = part * units // parts, (part + 1) * units // parts
-    first_split = gl.where(first == 0, 0, gl.maximum(first, SMALL_UNITS) + (NUM - SMALL_UNITS))
-    end_split = gl.minimum(gl.maximum(end, SMALL_UNITS) + (NUM - SMALL_UNITS), last_split + 1)
-    return first_split, gl.where(first == end, first_split, end_split)
-
-
-@gluon.jit
-def _seen_by(tile, other, reads, GROUP: gl.constexpr, CHAINS: gl.constexpr):
-    """As `seen` for two tiles of one sequence: the last key that any row sees, the end, and that of what all see.
-
-    Where a tile is padding alone, what the other one sees.
-    """
-    lane = gl.arange(0, ROWS, row_layout(ROWS, KEY_TILE))
-    _, last, end, whole = seen(tile, lane, reads, GROUP, CHAINS)
-    if CHAINS:
-        _, last_of, end_of, whole_of = seen(other, lane, reads, GROUP, CHAINS)
-        both = gl.minimum(whole, whole_of)
-        whole = gl.where(last_of < 0, whole, gl.where(last < 0, whole_of, both))
-        last, end = gl.maximum(last, last_of), gl.maximum(end, end_of)
-    return last, end, whole
-
-
-@gluon.jit
-def _tile_at(tiles_ptr, tile):
-    """A tile's sequence, first row, number of rows and first node."""
-    at = tiles_ptr + tile * 4
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-
-
 @gluon.jit(do_not_specialize=["table_stride", "num_states", "early"])
 def pair_kernel(
     q_ptr, k_desc, v_desc, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
@@ -357,21 +399,6 @@ def pair_kernel(
     SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Some of the splits of two tiles of nodes: of chains with their own keys, of trees without."""
-    if early == 0:
-        wait_for_kernels(PDL)
-    head, pair, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    tile, other = _tile_at(tiles_ptr, 2 * pair), _tile_at(tiles_ptr, 2 * pair + 1)
-    reads = context_ptr, positions_ptr, ancestors_ptr
-    last, end, whole = _seen_by(tile, other, reads, H // G, CHAINS)
-    MERGED: gl.constexpr = 1 if CHAINS else 0
-    last_split = split_of(gl.maximum(end - MERGED, 0), SMALL, NUM, LARGE)
-    first_split, end_split = _splits_of(part, gl.num_programs(2), last_split, NUM)
-    splits = first_split, end_split, last_split
-    end = gl.minimum(start_of(end_split, SMALL, NUM, LARGE), end)
-    tiles = start_of(first_split, SMALL, NUM, LARGE), end, whole, last
-    table_at = table_ptr + tile[0].to(gl.int64) * table_stride
-    table = table_at, gl.maximum((last + BLOCK_SIZE) // BLOCK_SIZE, 1)
-    context = gl.load(context_ptr + tile[0]).to(gl.int32)
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     keys = gl.allocate_shared_memory(DTYPE, [SLOTS, KEY_TILE, D], KEPT)
     values = gl.allocate_shared_memory(DTYPE, [SLOTS, KEY_TILE, D], KEPT)
@@ -388,15 +415,15 @@ def pair_kernel(
     fence_async_shared()
     group_barrier()
     ring = keys, values, there, free, landed
+    where, reads = (tiles_ptr, table_ptr, table_stride, early), (context_ptr, positions_ptr, ancestors_ptr)
     states = m_ptr, total_ptr, acc_ptr
-    to, to_other = (states, tile, head, num_states), (states, other, head, num_states)
     gl.warp_specialize(
         [
-            (_consume, (q_ptr, to, reads, splits, tiles, scale, query.index(0), ones, ring,
+            (_consume, (q_ptr, states, num_states, where, reads, scale, query.index(0), ones, ring, False,
                         CHAINS, H, G, SMALL, NUM, LARGE, PDL)),
-            (_consume, (q_ptr, to_other, reads, splits, tiles, scale, query.index(1), ones, ring,
+            (_consume, (q_ptr, states, num_states, where, reads, scale, query.index(1), ones, ring, True,
                         CHAINS, H, G, SMALL, NUM, LARGE, PDL)),
-            (_produce, (k_desc, v_desc, head, table, tiles, context, ring, CHAINS, BLOCK_SIZE, PDL)),
+            (_produce, (k_desc, v_desc, where, reads, ring, CHAINS, H, G, BLOCK_SIZE, SMALL, NUM, LARGE, PDL)),
         ],
         [4, 1],
         [GROUP_REGISTERS, PRODUCER_REGISTERS],
