@@ -167,8 +167,8 @@ def _run_trees(call: _Call) -> None:
     programs = num_nodes * call.num_kv_heads
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
-        work.positions, work.ancestors, table.stride(0), num_nodes, *call.factors, FIRST=call.first,
-        BLOCK_M=call.group_block, num_warps=4 if programs <= 256 else 2, num_stages=1, **call.shape,
+        work.positions, work.ancestors, table.stride(0), num_nodes, work.nodes_per_sequence, *call.factors,
+        FIRST=call.first, BLOCK_M=call.group_block, num_warps=4 if programs <= 256 else 2, num_stages=1, **call.shape,
     )  # fmt: skip
 
 

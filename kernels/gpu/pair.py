@@ -117,13 +117,24 @@ def _after(slot, phase):
 
 
 @gluon.jit
-def _splits_of(part, parts, last_split, NUM: gl.constexpr):
-    """The first of a program's splits and where they end, if so many programs share them. The small ones are one's."""
-    units = SMALL_UNITS + gl.maximum(last_split + 1 - NUM, 0)
-    first, end = part * units // parts, (part + 1) * units // parts
-    first_split = gl.where(first == 0, 0, gl.maximum(first, SMALL_UNITS) + (NUM - SMALL_UNITS))
-    end_split = gl.minimum(gl.maximum(end, SMALL_UNITS) + (NUM - SMALL_UNITS), last_split + 1)
-    return first_split, gl.where(first == end, first_split, end_split)
+def _splits_of(
+    part, parts, end, last_split, FIRST: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr
+):
+    """The first of a program's splits and where they end, if so many programs share them all, as evenly as they can.
+
+    Where the first part takes all small splits, one program does. Else each program begins with the split that its
+    share of the tiles before `end` begins in.
+    """
+    if FIRST == 1:
+        first_split = split_of(part * end // parts, SMALL, NUM, LARGE)
+        end_split = split_of((part + 1) * end // parts, SMALL, NUM, LARGE)
+        return first_split, gl.where(part + 1 == parts, last_split + 1, end_split)
+    else:
+        units = SMALL_UNITS + gl.maximum(last_split + 1 - NUM, 0)
+        first, end = part * units // parts, (part + 1) * units // parts
+        first_split = gl.where(first == 0, 0, gl.maximum(first, SMALL_UNITS) + (NUM - SMALL_UNITS))
+        end_split = gl.minimum(gl.maximum(end, SMALL_UNITS) + (NUM - SMALL_UNITS), last_split + 1)
+        return first_split, gl.where(first == end, first_split, end_split)
 
 
 @gluon.jit
@@ -152,7 +163,7 @@ def _tile_at(tiles_ptr, tile):
 @gluon.jit
 def _part_of(
     where, reads, WARPS: gl.constexpr, CHAINS: gl.constexpr, GROUP: gl.constexpr, SMALL: gl.constexpr,
-    NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
+    NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """What a program is for, which each of its groups of warps finds for itself, so that nothing is handed over.
 
@@ -173,7 +184,7 @@ def _part_of(
     last, end, whole = _seen_by(tile, other, reads, WARPS, GROUP, CHAINS)
     MERGED: gl.constexpr = 1 if CHAINS else 0
     last_split = split_of(gl.maximum(end - MERGED, 0), SMALL, NUM, LARGE)
-    first_split, end_split = _splits_of(part, gl.num_programs(2), last_split, NUM)
+    first_split, end_split = _splits_of(part, gl.num_programs(2), end, last_split, FIRST, SMALL, NUM, LARGE)
     first = start_of(first_split, SMALL, NUM, LARGE)
     end = gl.minimum(start_of(end_split, SMALL, NUM, LARGE), end)
     return tile, other, (first_split, end_split, last_split), (first, end, whole, last)
@@ -183,7 +194,7 @@ def _part_of(
 def _produce(
     k_desc, v_desc, where, reads, ring,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr, SMALL: gl.constexpr,
-    NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
+    NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Bring what two warp groups use, as there is room.
 
@@ -192,7 +203,7 @@ def _produce(
         where, reads: as for `_part_of`.
         ring: keys and values, and barriers: what was brought, what is free, and values that are to be cleared.
     """
-    tile, _, _, tiles = _part_of(where, reads, 1, CHAINS, H // G, SMALL, NUM, LARGE, PDL)
+    tile, _, _, tiles = _part_of(where, reads, 1, CHAINS, H // G, SMALL, NUM, LARGE, FIRST, PDL)
     head, last = gl.program_id(0), tiles[3]
     table_at = where[1] + tile[0].to(gl.int64) * where[2]
     table = table_at, gl.maximum((last + BLOCK_SIZE) // BLOCK_SIZE, 1)
@@ -298,29 +309,33 @@ def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.
 @gluon.jit
 def _complete(
     to, before, split, last_split, m, total, acc,
-    H: gl.constexpr, GROUP: gl.constexpr, CHAINS: gl.constexpr, NUM: gl.constexpr,
+    H: gl.constexpr, GROUP: gl.constexpr, CHAINS: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Put a split behind the small ones before it, if it is one of them, and store what is a part's.
+    """Put a split behind those before it, if it is one of the first part, and store what is a part's.
 
-    A tree's last split goes on, and is a part of its own. Returns the state of the small splits until here, which stays
+    A tree's last split goes on, and is a part of its own. Returns the state of the first part until here, which stays
     where it is: to move it to other registers would take an instruction for each of them, split by split.
     """
     states, tile, head, num_states = to
     D: gl.constexpr = acc.shape[1]
     MERGED: gl.constexpr = 1 if CHAINS else 0
-    end = gl.minimum(NUM, last_split + MERGED)
     m_before, total_before, acc_before = before
-    if split < end:
-        m_before, finite, a = new_maximum(m_before, m)
-        b = gl.exp2(m - finite)
-        a_of, b_of = row_values(a, ROWS, times(ROWS)), row_values(b, ROWS, times(ROWS))
-        total_before = total_before * a_of[:, None] + total * b_of[:, None]
-        acc_before = acc_before * row_values(a, ROWS, D)[:, None] + acc * row_values(b, ROWS, D)[:, None]
-        if split + 1 == end:
-            m_of = row_values(m_before, ROWS, times(ROWS))
-            store_state(states, tile, head, 0, num_states, m_of, total_before, acc_before, H, GROUP)
-    else:
-        part = gl.maximum(split - (NUM - 1), 1)
+    part = split
+    merged = split < 0
+    if FIRST > 1:
+        end = gl.minimum(FIRST, last_split + MERGED)
+        merged = split < end
+        part = gl.maximum(split - (FIRST - 1), 1)
+        if merged:
+            m_before, finite, a = new_maximum(m_before, m)
+            b = gl.exp2(m - finite)
+            a_of, b_of = row_values(a, ROWS, times(ROWS)), row_values(b, ROWS, times(ROWS))
+            total_before = total_before * a_of[:, None] + total * b_of[:, None]
+            acc_before = acc_before * row_values(a, ROWS, D)[:, None] + acc * row_values(b, ROWS, D)[:, None]
+            if split + 1 == end:
+                m_of = row_values(m_before, ROWS, times(ROWS))
+                store_state(states, tile, head, 0, num_states, m_of, total_before, acc_before, H, GROUP)
+    if not merged:
         store_state(states, tile, head, part, num_states, row_values(m, ROWS, times(ROWS)), total, acc, H, GROUP)
     return m_before, total_before, acc_before
 
@@ -329,7 +344,7 @@ def _complete(
 def _consume(
     q_ptr, states, num_states, where, reads, scale, query, ones, ring, SECOND: gl.constexpr,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr,
-    LARGE: gl.constexpr, PDL: gl.constexpr,
+    LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One tile of nodes, by one warp group.
 
@@ -345,7 +360,7 @@ def _consume(
     keys, _, there, free, _ = ring
     D: gl.constexpr = keys.shape[2]
     GROUP: gl.constexpr = H // G
-    tile, other, splits, tiles = _part_of(where, reads, 4, CHAINS, GROUP, SMALL, NUM, LARGE, PDL)
+    tile, other, splits, tiles = _part_of(where, reads, 4, CHAINS, GROUP, SMALL, NUM, LARGE, FIRST, PDL)
     if SECOND:
         tile = other
     head = gl.program_id(0)
@@ -383,12 +398,12 @@ def _consume(
             state = _attend(first, near, first, state, right, ring, position, factor, False, 2)
             state = _attend(near, to_tile, first, state, right, ring, position, factor, CHAINS, 1)
             m, total, acc, s, top, slot, phase = state
-            before = _complete(to, before, split, last_split, m, total, acc, H, GROUP, CHAINS, NUM)
+            before = _complete(to, before, split, last_split, m, total, acc, H, GROUP, CHAINS, FIRST)
             first = to_tile
     if not CHAINS:  # of which the last split may have no tile that all nodes see
         if (end_split > last_split) & (start_of(last_split, SMALL, NUM, LARGE) >= end):
             m, total, acc = empty(ROWS, D)
-            _complete(to, before, last_split, last_split, m, total, acc, H, GROUP, CHAINS, NUM)
+            _complete(to, before, last_split, last_split, m, total, acc, H, GROUP, CHAINS, FIRST)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_states", "early"])
@@ -396,7 +411,7 @@ def pair_kernel(
     q_ptr, k_desc, v_desc, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
     table_stride, num_states, early, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
+    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Some of the splits of two tiles of nodes: of chains with their own keys, of trees without."""
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
@@ -420,10 +435,11 @@ def pair_kernel(
     gl.warp_specialize(
         [
             (_consume, (q_ptr, states, num_states, where, reads, scale, query.index(0), ones, ring, False,
-                        CHAINS, H, G, SMALL, NUM, LARGE, PDL)),
+                        CHAINS, H, G, SMALL, NUM, LARGE, FIRST, PDL)),
             (_consume, (q_ptr, states, num_states, where, reads, scale, query.index(1), ones, ring, True,
-                        CHAINS, H, G, SMALL, NUM, LARGE, PDL)),
-            (_produce, (k_desc, v_desc, where, reads, ring, CHAINS, H, G, BLOCK_SIZE, SMALL, NUM, LARGE, PDL)),
+                        CHAINS, H, G, SMALL, NUM, LARGE, FIRST, PDL)),
+            (_produce, (k_desc, v_desc, where, reads, ring,
+                        CHAINS, H, G, BLOCK_SIZE, SMALL, NUM, LARGE, FIRST, PDL)),
         ],
         [4, 1],
         [GROUP_REGISTERS, PRODUCER_REGISTERS],
@@ -434,7 +450,7 @@ class PairKernel(HopperKernel):
     """`pair_kernel`, whose programs each take as many splits as give all multiprocessors one program."""
 
     def first(self, work: AttentionWork, num_kv_heads: int) -> int:
-        """Return how many splits the first part of a context takes: all small ones."""
+        """Return how many splits the first part of a context takes: all small ones, or one."""
         return NUM_SMALL
 
     def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
@@ -459,16 +475,17 @@ class PairKernel(HopperKernel):
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
         num_parts: int, first: int, sizes: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Put down the states of parts; see `HopperKernel.attend`. The first part takes all small splits."""
-        assert first == NUM_SMALL and work.pairs
+        """Put down the states of parts; see `HopperKernel.attend`."""
+        assert work.pairs
         width, block = sizes["G"] * q.shape[2], [sizes["BLOCK_SIZE"], q.shape[2]]
         boxes = [
             TensorDescriptor(x, [x.shape[0] * x.shape[1], width], [width, 1], block, KEPT.value)
             for x in (side.codes for side in pages)
         ]
-        programs = min(self._programs(q, work, sizes["G"]), num_parts + 1)
-        names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "PDL")
-        constants = work.chains, *(sizes[name] for name in names)
+        programs = min(self._programs(q, work, sizes["G"]), num_parts if first == 1 else num_parts + 1)
+        given = sizes | {"FIRST": first}
+        names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
+        constants = work.chains, *(given[name] for name in names)
         self.kernel[(sizes["G"], len(work.tree_tiles) // 2, programs)](
             q, *boxes, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
             work.block_table.stride(0), len(work.tree_rows), int(work.early), scale, *constants, num_warps=self.warps,

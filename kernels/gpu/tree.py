@@ -150,7 +150,7 @@ def _repeated(x, ROWS: tl.constexpr):
         return tl.reshape(tl.broadcast_to(x[None, :, :], [TIMES, x.shape[0], x.shape[1]]), [ROWS, x.shape[1]])
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_nodes"])
+@triton.jit(do_not_specialize=["table_stride", "num_nodes", "nodes"])
 def tail_kernel(
     q_ptr,
     k_ptr,
@@ -167,6 +167,7 @@ def tail_kernel(
     ancestors_ptr,
     table_stride,
     num_nodes,
+    nodes,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
@@ -187,11 +188,16 @@ def tail_kernel(
     """The rest of the keys of one node, and all parts of its context.
 
     Nothing but the states comes from the kernel before, which has waited for all others: what a node's first tile is
-    worth is found while that one still runs.
+    worth is found while that one still runs. Where each sequence has as many `nodes` and no other rows, a node's row
+    and sequence are known without a load; 0 says that they aren't.
     """
     GROUP: tl.constexpr = H // G
     node_of, kv_head = tl.program_id(0), tl.program_id(1)
-    row_of, sequence = tl.load(rows_ptr + node_of), tl.load(sequences_ptr + node_of)
+    row_of, sequence = node_of, node_of
+    if nodes > 0:
+        sequence = node_of // nodes
+    else:
+        row_of, sequence = tl.load(rows_ptr + node_of), tl.load(sequences_ptr + node_of)
     context = tl.load(context_ptr + sequence).to(tl.int32)
     position = tl.load(positions_ptr + row_of).to(tl.int32)
     ancestors = tl.load(ancestors_ptr + row_of)
