@@ -320,22 +320,19 @@ def _complete(
     D: gl.constexpr = acc.shape[1]
     MERGED: gl.constexpr = 1 if CHAINS else 0
     m_before, total_before, acc_before = before
-    part = split
-    merged = split < 0
-    if FIRST > 1:
-        end = gl.minimum(FIRST, last_split + MERGED)
-        merged = split < end
+    if FIRST == 1:
+        store_state(states, tile, head, split, num_states, row_values(m, ROWS, times(ROWS)), total, acc, H, GROUP)
+    elif split < gl.minimum(FIRST, last_split + MERGED):
+        m_before, finite, a = new_maximum(m_before, m)
+        b = gl.exp2(m - finite)
+        a_of, b_of = row_values(a, ROWS, times(ROWS)), row_values(b, ROWS, times(ROWS))
+        total_before = total_before * a_of[:, None] + total * b_of[:, None]
+        acc_before = acc_before * row_values(a, ROWS, D)[:, None] + acc * row_values(b, ROWS, D)[:, None]
+        if split + 1 == gl.minimum(FIRST, last_split + MERGED):
+            m_of = row_values(m_before, ROWS, times(ROWS))
+            store_state(states, tile, head, 0, num_states, m_of, total_before, acc_before, H, GROUP)
+    else:
         part = gl.maximum(split - (FIRST - 1), 1)
-        if merged:
-            m_before, finite, a = new_maximum(m_before, m)
-            b = gl.exp2(m - finite)
-            a_of, b_of = row_values(a, ROWS, times(ROWS)), row_values(b, ROWS, times(ROWS))
-            total_before = total_before * a_of[:, None] + total * b_of[:, None]
-            acc_before = acc_before * row_values(a, ROWS, D)[:, None] + acc * row_values(b, ROWS, D)[:, None]
-            if split + 1 == end:
-                m_of = row_values(m_before, ROWS, times(ROWS))
-                store_state(states, tile, head, 0, num_states, m_of, total_before, acc_before, H, GROUP)
-    if not merged:
         store_state(states, tile, head, part, num_states, row_values(m, ROWS, times(ROWS)), total, acc, H, GROUP)
     return m_before, total_before, acc_before
 
