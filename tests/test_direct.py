@@ -216,7 +216,7 @@ def test_programs_wait_for_what_the_kernel_before_writes(
 
 @pytest.mark.skipif(ON_GPU, reason="bits are compared there")
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize("first", [1, NUM_SMALL])
+@pytest.mark.parametrize("first", [1, 5, NUM_SMALL])
 @pytest.mark.parametrize("programs", [1, 2, 3, 9])
 def test_splits_are_shared_by_any_number_of_programs(
     programs: int, first: int, chains: bool, monkeypatch: pytest.MonkeyPatch

@@ -122,13 +122,17 @@ def _splits_of(
 ):
     """The first of a program's splits and where they end, if so many programs share them all, as evenly as they can.
 
-    Where the first part takes all small splits, one program does. Else each program begins with the split that its
-    share of the tiles before `end` begins in.
+    The first program takes the first part. Where these are all small splits, it has large ones, too, if it would end
+    before others. Else each other program begins with the split that its share of the tiles before `end` begins in.
     """
-    if FIRST == 1:
-        first_split = split_of(part * end // parts, SMALL, NUM, LARGE)
-        end_split = split_of((part + 1) * end // parts, SMALL, NUM, LARGE)
-        return first_split, gl.where(part + 1 == parts, last_split + 1, end_split)
+    if FIRST < NUM:
+        start = start_of(FIRST, SMALL, NUM, LARGE)
+        rest = gl.maximum(end - start, 0)
+        others = gl.maximum(parts - 1, 1)
+        first_split = split_of(start + gl.maximum(part - 1, 0) * rest // others, SMALL, NUM, LARGE)
+        end_split = split_of(start + part * rest // others, SMALL, NUM, LARGE)
+        first_split = gl.where(part == 0, 0, gl.minimum(first_split, last_split + 1))
+        return first_split, gl.where(part + 1 == parts, last_split + 1, gl.minimum(end_split, last_split + 1))
     else:
         units = SMALL_UNITS + gl.maximum(last_split + 1 - NUM, 0)
         first, end = part * units // parts, (part + 1) * units // parts
@@ -398,7 +402,8 @@ def _consume(
             before = _complete(to, before, split, last_split, m, total, acc, H, GROUP, CHAINS, FIRST)
             first = to_tile
     if not CHAINS:  # of which the last split may have no tile that all nodes see
-        if (end_split > last_split) & (start_of(last_split, SMALL, NUM, LARGE) >= end):
+        mine = (first_split <= last_split) & (end_split > last_split)
+        if mine & (start_of(last_split, SMALL, NUM, LARGE) >= end):
             m, total, acc = empty(ROWS, D)
             _complete(to, before, last_split, last_split, m, total, acc, H, GROUP, CHAINS, FIRST)
 
@@ -479,7 +484,7 @@ class PairKernel(HopperKernel):
             TensorDescriptor(x, [x.shape[0] * x.shape[1], width], [width, 1], block, KEPT.value)
             for x in (side.codes for side in pages)
         ]
-        programs = min(self._programs(q, work, sizes["G"]), num_parts if first == 1 else num_parts + 1)
+        programs = min(self._programs(q, work, sizes["G"]), num_parts if first < NUM_SMALL else num_parts + 1)
         given = sizes | {"FIRST": first}
         names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
         constants = work.chains, *(given[name] for name in names)
