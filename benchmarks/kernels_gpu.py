@@ -384,10 +384,10 @@ def _of_codes(
 
 PAIR_CASES = [
     (sequences, context, nodes)
-    for sequences in (1, 2, 4, 8, 16)
-    for context in (1024, 2048, 4096, 8192, 12288, 16384, 32768)
+    for sequences in (1, 2, 3, 4, 8, 16)
+    for context in (512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 32768)
     for nodes in (32, 64)
-    if sequences * context <= 1 << 17
+    if 2048 <= sequences * context <= 65536
 ]
 
 
@@ -401,7 +401,7 @@ def pairs(path: str | None) -> None:
         row: dict[str, object] = dict(zip(("sequences", "context", "nodes"), shape, strict=True))
         with patch.object(PAIR, "attend", Mock(side_effect=PAIR.attend)) as attend:
             case.ours(case.work)
-        row["takes"] = attend.called
+        row |= {"takes": attend.called, "first": PAIR.first(case.work, case.kv_heads)}
         for how in ("one", "two"):
             with patch.object(PAIR, "takes", lambda *args, two=how == "two": two and HopperKernel.takes(PAIR, *args)):
                 row |= {f"{how}_us": round(case.ours(case.work), 1)}

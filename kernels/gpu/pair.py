@@ -49,7 +49,7 @@ from specdec.kernels.gpu.native import (
     times,
     tops,
 )
-from specdec.kernels.gpu.online import NUM_SMALL, num_splits
+from specdec.kernels.gpu.online import NUM_SMALL
 from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.work import AttentionWork
 
@@ -60,6 +60,13 @@ SLOTS = gl.constexpr(4)
 GROUP_REGISTERS = gl.constexpr(232)
 PRODUCER_REGISTERS = gl.constexpr(40)
 """Of a thread of a warp group, and of the warp that has keys and values brought; together what three times 168 are."""
+LEAST, LEAST_OF_BOUND = 6, 8
+"""Tiles of keys a program from which on this kernel is the faster one, where contexts are known and where the longest
+is a bound (`benchmarks/results/pairs_h200.json`)."""
+FEW_SPLITS, SOME_SPLITS = 4, 8
+"""How many small splits the first program takes where each has few tiles of keys, and where it has more."""
+SOME_TILES, MANY_TILES = 12, 20
+"""From so many tiles on they are more, and from so many on they are all."""
 SMALL_UNITS = gl.constexpr(2)
 """How many large splits take about as long as all small ones."""
 
@@ -452,26 +459,30 @@ class PairKernel(HopperKernel):
     """`pair_kernel`, whose programs each take as many splits as give all multiprocessors one program."""
 
     def first(self, work: AttentionWork, num_kv_heads: int) -> int:
-        """Return how many splits the first part of a context takes: all small ones, or one."""
-        return NUM_SMALL
+        """Return how many splits the first part of a context takes: the more, the more tiles each program has.
+
+        Each of the others is a state that is stored and merged. In captured steps contexts may be much shorter than the
+        longest one, which is a bound.
+        """
+        share = self._share(work, num_kv_heads)
+        if self._programs(work, num_kv_heads) == 1 or share >= (2 * MANY_TILES if work.early else MANY_TILES):
+            return NUM_SMALL
+        return SOME_SPLITS if share >= SOME_TILES else FEW_SPLITS
 
     def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
-        """Return whether this kernel is the faster one for a batch; see `HopperKernel.takes`.
-
-        It is where each program has work for as long as the small splits take, or for half of that where two programs
-        or one have all of a head's keys. Where the longest context is a bound, as in captured steps, contexts may be
-        much shorter: twice as much work is asked for then.
-        """
+        """Return whether this kernel is the faster one for a batch: where programs have tiles enough of its keys."""
         if not work.pairs or not super().takes(q, pages, work, sizes):
             return False
-        units = SMALL_UNITS.value + num_splits(work.max_context) - NUM_SMALL
-        programs = self._programs(q, work, int(sizes["G"]))
-        least = SMALL_UNITS.value * programs * (2 if work.early else 1)
-        return bool(units >= (least if programs > 2 else least // 2))
+        return self._share(work, int(sizes["G"])) >= (LEAST_OF_BOUND if work.early else LEAST)
 
-    def _programs(self, q: Tensor, work: AttentionWork, num_kv_heads: int) -> int:
+    def _programs(self, work: AttentionWork, num_kv_heads: int) -> int:
         """How many programs two tiles of nodes and a key head have."""
-        return max(1, multiprocessors(q.device) // (len(work.tree_tiles) // 2 * num_kv_heads))
+        device = work.block_table.device
+        return max(1, multiprocessors(device) // (len(work.tree_tiles) // 2 * num_kv_heads))
+
+    def _share(self, work: AttentionWork, num_kv_heads: int) -> float:
+        """Tiles of keys that each of these programs has, of the longest context."""
+        return work.max_context / KEY_TILE.value / self._programs(work, num_kv_heads)
 
     def attend(
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
@@ -484,7 +495,7 @@ class PairKernel(HopperKernel):
             TensorDescriptor(x, [x.shape[0] * x.shape[1], width], [width, 1], block, KEPT.value)
             for x in (side.codes for side in pages)
         ]
-        programs = min(self._programs(q, work, sizes["G"]), num_parts if first < NUM_SMALL else num_parts + 1)
+        programs = min(self._programs(work, sizes["G"]), num_parts if first < NUM_SMALL else num_parts + 1)
         given = sizes | {"FIRST": first}
         names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
         constants = work.chains, *(given[name] for name in names)
