@@ -102,6 +102,35 @@ def warnings(made: dict[str, Any]) -> list[str]:
     return [line for line in shown.splitlines() if "Performance Loss" in line]
 
 
+def may_end_unwaited(ptx: str) -> bool:
+    """Whether a way through the program, whatever its conditions are, has no wait for the kernels in front."""
+    blocks: dict[str, list[str]] = {"": []}
+    at = ""
+    for line in map(str.strip, ptx[ptx.index(".entry") :].splitlines()):
+        if label := re.fullmatch(r"([$]\w+):.*", line):
+            blocks[at].append(f"bra {label[1]};")
+            at = label[1]
+            blocks[at] = []
+        else:
+            blocks[at].append(line)
+    seen, open_blocks = set(), [""]
+    while open_blocks:
+        at = open_blocks.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        for line in blocks[at]:
+            if "griddepcontrol.wait" in line:
+                break
+            if line == "ret;":
+                return True
+            if jump := re.fullmatch(r"(@!?%p\d+\s+)?bra(?:[.]uni)?\s+([$]\w+);", line):
+                open_blocks.append(jump[2])
+                if not jump[1]:
+                    break
+    return False
+
+
 def multiply(out: int, k: int, *, rows: int = 1, gated: bool = False, by_tma: bool = False) -> None:
     """Compile the product of so many rows with a bf16 matrix [out, k], or with two, as a captured step has it."""
     early = _Driver.capability >= 90

@@ -234,6 +234,24 @@ print(re.findall(r"griddepcontrol.wait|ld.global", ptx))
     assert waits.index("ld.global") < len(waits) - 1 - waits[::-1].index("griddepcontrol.wait")
 
 
+def test_programs_with_nothing_to_do_wait_for_no_kernel() -> None:
+    """Each program of a merge has something to do."""
+    ends = on_hopper("""
+from specdec.kernels.gpu import attention
+from tests.hopper import COMPILED, attend, may_end_unwaited
+attention.overlap = lambda device: {"PDL": True, "launch_pdl": True}
+for pages, nodes, codes in (
+    (None, 1, None), (None, 4, "NATIVE_NARROW"), (None, 16, "NATIVE"),
+    ("int8", 1, "SINGLE"), ("int8", 1, "DIRECT"), ("int8", 16, "WIDE"),
+):
+    attend(pages, nodes, chains=True, codes=codes)
+for name, made in COMPILED:
+    print([name, may_end_unwaited(made["ptx"])])
+""")
+    names = ["chain_kernel", "native_kernel", "native_kernel", "single_kernel", "direct_kernel", "wide_kernel"]
+    assert ends == [end for name in names for end in ([name, True], ["merge_kernel", False])]
+
+
 def test_splits_cover_every_length() -> None:
     lengths = (1, 128, 129, 2048, 2049, 3072, 3073)
     assert [num_splits(n) for n in lengths] == [num_parts(n, 1, 2) for n in lengths] == [1, 1, 2, 16, 17, 17, 18]

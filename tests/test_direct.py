@@ -490,10 +490,13 @@ for name, made in COMPILED:
         weighing = [block for block in re.split("BRA", assembly(made)) if "tnspB" in block]
         spills = [bool(re.search("LDL|STL", block)) for block in weighing]
         beside = [bool(re.search("DEPBAR.*?FMNMX.*?DEPBAR", block, re.S)) for block in weighing]
-        print((str(made["ttgir"]), made["ptx"], made["shared"], registers(made), warnings(made), spills, beside))
+        handed = set(re.findall(r"store (\\S+) [^\\n]*ptr addrspace.3. getelementptr", made["llir"]))
+        made_of = str(made["ttgir"]), made["ptx"], handed, made["shared"]
+        print((*made_of, registers(made), warnings(made), spills, beside))
 """)
     assert len(kernels) == 6
-    for ttgir, ptx_text, shared, (count, stack), said, spills, beside in kernels:
+    for ttgir, ptx_text, handed, shared, (count, stack), said, spills, beside in kernels:
+        assert handed == {"i8"}, "warps are told which part they run, and nothing else"
         assert shared <= 227 << 10 and count <= 168 and stack <= 96 and not said
         assert len(spills) == 6 and not any(spills), "a few words are in memory, but none in the loops of both groups"
         assert len(beside) == 6 and all(beside), "maxima are found while values are multiplied"
