@@ -473,3 +473,7 @@ def _attention_row(case: Case, bandwidth: float) -> dict[str, object]:
     row: dict[str, object] = {"sequences": case.num_sequences, "context": case.context, "nodes": case.nodes}
     row |= {f"{kind}_us": round(us, 1) for kind, us in times.items()} | {"eager_us": round(case.ours(case.meta), 1)}
     return row | {f"{kind}_share_of_copy": round(num_bytes / us / 1e6 / bandwidth, 3) for kind, us in times.items()}
+
+
+if __name__ == "__main__":
+    main()

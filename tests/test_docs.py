@@ -45,6 +45,15 @@ def test_each_table_is_shown() -> None:
     assert shown == set(TABLES)
 
 
+def test_scripts_that_results_are_made_by_do_something_when_run() -> None:
+    """They can be imported all the same, without the lines at their end."""
+    commands = {made(read(path.stem)).get("command", "") for path in RESULTS.glob("*.json")}
+    scripts = {name for command in commands for name in re.findall(r"benchmarks/\w+[.]py", command)}
+    assert len(scripts) > 10
+    for name in scripts:
+        assert 'if __name__ == "__main__":' in (ROOT / name).read_text(encoding="utf-8"), name
+
+
 @pytest.mark.parametrize("page", documents(), ids=lambda page: page.name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     """Anchors of the reference are checked where the site is built, which makes them."""

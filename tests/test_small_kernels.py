@@ -101,7 +101,6 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -
 # --- activations
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # as it does on a GPU, silently
 @pytest.mark.parametrize("name", sorted(reference_activation.ACTIVATIONS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_act_mul(dtype: torch.dtype, name: str) -> None:
