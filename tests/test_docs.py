@@ -48,10 +48,11 @@ def test_each_table_is_shown() -> None:
 def test_scripts_that_results_are_made_by_do_something_when_run() -> None:
     """They can be imported all the same, without the lines at their end."""
     commands = {made(read(path.stem)).get("command", "") for path in RESULTS.glob("*.json")}
-    scripts = {name for command in commands for name in re.findall(r"benchmarks/\w+[.]py", command)}
+    scripts = {name for command in commands for name in re.findall(r"python (?:-m )?benchmarks[/.](\w+)", command)}
     assert len(scripts) > 10
     for name in scripts:
-        assert 'if __name__ == "__main__":' in (ROOT / name).read_text(encoding="utf-8"), name
+        text = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
+        assert 'if __name__ == "__main__":' in text, name
 
 
 @pytest.mark.parametrize("page", documents(), ids=lambda page: page.name)
