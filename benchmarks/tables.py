@@ -203,10 +203,13 @@ def linear() -> str:
 
 
 def startup() -> str:
-    """Return how long an engine takes from the loaded model to its first tokens."""
-    result = read("startup_8b_h100")
-    seconds = [f"{result[key]:.1f}" for key in ("first_token_s", "captured_and_four_tokens_s")]
-    return f"{seconds[0]} s to the first token and {seconds[1]} s to the fourth"
+    """Return how long a large model takes to its first tokens on each card."""
+    h100, h200 = read("startup_8b_h100"), read("startup_8b_h200")
+    first, fourth = ([r[key] for r in (h100, h200)] for key in ("first_token_s", "captured_and_four_tokens_s"))
+    return (
+        f"{first[0]:.1f} s to the first token and {fourth[0]:.1f} s to the fourth on an H100, and {first[1]:.1f} s and "
+        f"{fourth[1]:.1f} s on an H200"
+    )
 
 
 def traffic() -> str:

@@ -62,7 +62,7 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 """Of a thread of a warp group, and of the warp that has keys and values brought; together what three times 168 are."""
 LEAST, LEAST_OF_BOUND = 6, 8
 """Tiles of keys a program from which on this kernel is the faster one, where contexts are known and where the longest
-is a bound (`benchmarks/results/pairs_h200.json`)."""
+is a bound (`benchmarks/kernels_gpu.py pairs`)."""
 FEW_SPLITS, SOME_SPLITS = 4, 8
 """How many small splits the first program takes where each has few tiles of keys, and where it has more."""
 SOME_TILES, MANY_TILES = 12, 20
