@@ -47,6 +47,7 @@ from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.tiles import Tile
 from specdec.kernels.gpu.wide import WIDE
 from specdec.kernels.work import AttentionWork, uniform_work
+from specdec.verifier.tree import TokenTree
 
 CACHE = 50 << 20
 """Bytes of the second-level cache: inputs rotate over several times as much."""
@@ -189,7 +190,7 @@ def products(path: str | None, rows: str, only: str, search: bool) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of one context with chains of nodes; their blocks are shuffled, their pages rotate beyond the cache."""
+    """Sequences of one context and as many nodes; their blocks are shuffled, their pages rotate beyond the cache."""
 
     num_sequences: int
     context: int
@@ -230,20 +231,19 @@ class Case:
     @cached_property
     def work(self) -> AttentionWork:
         """The batch as a captured step has it whose drafter makes chains alone."""
-        return self._captured(chains=True)
+        return self._captured(self.meta.positions, self.meta.ancestors, chains=True)
 
     @cached_property
     def tree_work(self) -> AttentionWork:
-        """The same of a drafter of trees."""
-        return self._captured(chains=False)
+        """The same with trees instead: each node has two children, as far as there are nodes."""
+        parents = [(i - 1) // 2 for i in range(self.nodes)]
+        tree = TokenTree.build([parents] * self.num_sequences, [parents] * self.num_sequences)  # any tokens
+        return self._captured(self.context + tree.depth.to("cuda"), tree.ancestors.to("cuda"), chains=False)
 
-    def _captured(self, *, chains: bool) -> AttentionWork:
-        m = self.meta
-        lens = torch.tensor(m.context_lens, dtype=torch.int32, device="cuda")
-        table = m.block_table.int()
-        return uniform_work(
-            len(lens), self.nodes, table, lens, m.positions, m.ancestors, self.group, self.context, chains
-        )
+    def _captured(self, positions: Tensor, ancestors: Tensor, *, chains: bool) -> AttentionWork:
+        lens = torch.tensor(self.meta.context_lens, dtype=torch.int32, device="cuda")
+        table = self.meta.block_table.int()
+        return uniform_work(len(lens), self.nodes, table, lens, positions, ancestors, self.group, self.context, chains)
 
     @cached_property
     def pages(self) -> list[KVPages]:
