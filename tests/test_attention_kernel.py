@@ -141,11 +141,11 @@ def test_rows_of_padding_hold_zero() -> None:
     assert not bool(out[1:].any()) and bool(out[0].any())
 
 
-def chain_work(meta: AttentionMetadata, group: int) -> AttentionWork:
-    """The same batch as a captured step has it; all its sequences have chains of as many nodes."""
+def chain_work(meta: AttentionMetadata, group: int, *, chains: bool = True) -> AttentionWork:
+    """The same batch as a captured step has it; all its sequences have chains of as many nodes, or trees."""
     lens = torch.tensor(meta.context_lens, dtype=torch.int32, device=DEVICE)
     table, nodes = meta.block_table.int(), len(meta.positions) // len(lens)
-    return uniform_work(len(lens), nodes, table, lens, meta.positions, meta.ancestors, group, int(lens.max()), True)
+    return uniform_work(len(lens), nodes, table, lens, meta.positions, meta.ancestors, group, int(lens.max()), chains)
 
 
 @pytest.mark.parametrize("window", [None, 7, 100])
@@ -191,6 +191,17 @@ def test_programs_that_merge_two_heads(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(tree_attention(q, k, v, chain_work(meta, 3), scale=0.2))
     assert torch.equal(*found)
     assert_close(found[0], wide(meta, q, k, v, scale=0.2))
+
+
+def test_trees_in_captured_steps_have_the_bits_of_eager_ones() -> None:
+    """Whose nodes' rows and sequences are found without a load. One has no context, another a node of padding."""
+    meta, keys = build([(70, 0, [-1, 0, 0, 1]), (0, 0, [-1, 0, 1, 1]), (129, 0, [-1, 0, 1, 0])], device=DEVICE)
+    meta.ancestors[7] = 0
+    k, v = make_pages(int(meta.block_table.max()) + 1, meta.block_size, 1, 64, torch.float16, keys)
+    q = torch.randn(12, 2, 64, device=DEVICE).half()
+    captured, eager = (tree_attention(q, k, v, work, scale=0.125) for work in (chain_work(meta, 2, chains=False), meta))
+    assert torch.equal(captured, eager) and not captured[7].any()
+    assert_close(captured, wide(meta, q, k, v, scale=0.125))
 
 
 @pytest.mark.parametrize(("dim", "block"), [(64, 64), (256, 16), (256, 64)])
