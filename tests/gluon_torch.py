@@ -99,6 +99,7 @@ class Before:
 
     stands: Mapping[int, Tensor] = field(default_factory=dict)
     threads: set[int] = field(default_factory=set)
+    some_waited: bool = False
 
     @property
     def waited(self) -> bool:
@@ -106,6 +107,7 @@ class Before:
 
     def wait(self) -> None:
         self.threads.add(get_ident())
+        self.some_waited = True
 
 
 class Pointer:
@@ -464,7 +466,9 @@ def _inside(at: Tensor, flat: Tensor) -> Tensor:
     return at.long()
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, stands: Mapping[int, Tensor] | None = None) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, int, int], *args: Any, stands: Mapping[int, Tensor] | None = None
+) -> set[tuple[int, ...]]:
     """Run a kernel's programs one after the other. Tensors become pointers; constants are given by their place.
 
     Args:
@@ -472,7 +476,11 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, stands: Mapping[
         grid: how many programs.
         args: tensors, `PagePointers`, numbers.
         stands: by the addresses of tensors that the kernel before writes, what stands there until that one has ended.
+
+    Returns:
+        The programs that have waited for the kernel before.
     """
+    waited = set()
     for program in itertools.product(*map(range, grid)):
         before, barriers = Before(stands or {}), Barriers()
         language = Language(program, grid, before)
@@ -487,6 +495,9 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, stands: Mapping[
             for name in ("mma_v2", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
         }
         _within(kernel.fn, patched, {})(*given)
+        if before.some_waited:
+            waited.add(program)
+    return waited
 
 
 def _within(fn: FunctionType, patched: dict[str, Any], scopes: dict[int, dict[str, Any]]) -> FunctionType:

@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monk
     monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
     pages = [pointers(side) for side in b.pages]
     way.attend(b.q, pages, (m, total, acc), b.work, SCALE, parts, first, sizes)
-    assert (way.min_rows or way.rows) <= b.work.tree_block <= way.rows and way.kernel.launched
+    assert (way.min_rows or way.rows) <= b.work.tree_block <= way.rows and way.kernel.programs
     checked = 0
     for row in range(len(b.q) - 1):  # nobody reads the state of the padding behind them
         sequence, node = divmod(row, nodes)
@@ -208,10 +209,13 @@ def test_programs_wait_for_what_the_kernel_before_writes(
     kernel, parts, found = way.kernel, num_parts(max(contexts) + shape[4], first, 2), []
     for hidden in ({}, stands):
         states = [torch.zeros(parts, len(b.q), heads, *size) for size in ((), (), (dim,))]
-        monkeypatch.setattr(way, "kernel", InTorch(kernel, hidden))
+        run = InTorch(kernel, hidden)
+        monkeypatch.setattr(way, "kernel", run)
         way.attend(b.q, [pointers(side) for side in b.pages], states, work, SCALE, parts, first, sizes)
         found.append(states)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert {program[:2] for program in run.waited} == {program[:2] for program in run.programs}, "of each tile and head"
+    assert (run.waited < run.programs) == (early and name != "pair"), "some have nothing to do"
 
 
 @pytest.mark.skipif(ON_GPU, reason="bits are compared there")
@@ -396,18 +400,26 @@ def test_chains_whose_splits_are_merged(
             _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)
             torch.testing.assert_close(got[row].float(), acc / total[:, None], rtol=1e-2, atol=1e-2)
         assert not got[-1].any(), "padding"
-    assert way.kernel.launched
+    assert way.kernel.programs
 
 
 class InTorch:
-    """A kernel, run by torch; `stands` is as for `gluon_torch.launch`."""
+    """A kernel, run by torch; `stands` is as for `gluon_torch.launch`.
+
+    `programs` are the last launch's, and `waited` those of them that waited for the kernel before.
+    """
 
     def __init__(self, kernel: Any, stands: dict[int, Tensor] | None = None) -> None:
-        self._kernel, self._stands, self.launched = kernel, stands, False
+        self._kernel, self._stands = kernel, stands
+        self.programs: set[tuple[int, ...]] = set()
+        self.waited: set[tuple[int, ...]] = set()
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        self.launched = True
-        return lambda *args, **options: gluon_torch.launch(self._kernel, grid, *args, stands=self._stands)
+        self.programs = set(itertools.product(*map(range, grid)))
+        return partial(self._run, grid)
+
+    def _run(self, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
+        self.waited = gluon_torch.launch(self._kernel, grid, *args, stands=self._stands)
 
 
 def test_shared_memory_holds_codes_and_no_values() -> None:
