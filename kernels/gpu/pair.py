@@ -482,7 +482,7 @@ class PairKernel(HopperKernel):
 
     def _share(self, work: AttentionWork, num_kv_heads: int) -> float:
         """Tiles of keys that each of these programs has, of the longest context."""
-        return work.max_context / KEY_TILE.value / self._programs(work, num_kv_heads)
+        return work.max_context / int(KEY_TILE.value) / self._programs(work, num_kv_heads)
 
     def attend(
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
