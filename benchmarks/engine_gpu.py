@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
 from operator import itemgetter
 from pathlib import Path
@@ -161,12 +161,14 @@ def nodes(model: str, context: int, path: str | None) -> None:
 @click.option("--layers", default=8, help="Of the 8b shape: fewer take less time, and are as far beyond the cache.")
 @click.option("--nodes", "counts", default="1,16,32,64")
 @click.option("--context", default=1024)
+@click.option("--also", multiple=True, help="A tile to try as well, as ROWS,OUT,K,WARPS,STAGES; operands by TMA.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
-def tiles(layers: int, counts: str, context: int, path: str | None) -> None:
+def tiles(layers: int, counts: str, context: int, also: tuple[str, ...], path: str | None) -> None:
     """Tiles of products beside those chosen, in a captured step: what a product takes longer than with the chosen one.
 
     By itself a product starts while another like it ends; in a step the others leave it more or less room.
     """
+    others = [_tile_from(text) for text in also]
     with patch.object(SHAPES["8b"], "num_hidden_layers", layers):
         target, rows = make_llm(open_model("8b"), drafter="ngram").engine.model, []
     assert isinstance(target, Decoder)
@@ -178,12 +180,63 @@ def tiles(layers: int, counts: str, context: int, path: str | None) -> None:
             share = min(map(len, chosen.values())) / len(found)  # a step has one of the rarest
             slower = {
                 str(astuple(tile)): round((_step_us(target, grid, product, tile) - _step_us(target, grid)) * share, 2)
-                for tile in _tiles_beside(found[0], product)
+                for tile in [*_tiles_beside(found[0], product), *(t for t in others if _fits(t, product))]
             }
             slower = dict(sorted(slower.items(), key=itemgetter(1)))
             rows.append(row | {"chosen": str(astuple(found[0])), "slower_by_us": slower})
             click.echo(str(rows[-1]))
     write(path, {"layers": layers, "context": context, "tile": "rows, out, k, warps, stages, by TMA", "rows": rows})
+
+
+@main.command()
+@click.option("--layers", default=8, help="Of the 8b shape, as for `tiles`.")
+@click.option("--nodes", "counts", default="1,16,64")
+@click.option("--context", default=1024)
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def parts(layers: int, counts: str, context: int, path: str | None) -> None:
+    """What a captured step takes, and without one of its parts: the difference is what that part takes there."""
+    with patch.object(SHAPES["8b"], "num_hidden_layers", layers):
+        target = make_llm(open_model("8b"), drafter="ngram").engine.model
+    assert isinstance(target, Decoder)
+    own, rows = target.ops, []
+    left_out = {"nothing": own} | {name: replace(own, **without) for name, without in _without(target).items()}
+    for num_nodes in map(int, counts.split(",")):
+        grid = Grid((1,), (num_nodes,), (context,))
+        step_us = {}
+        for name, ops in left_out.items():
+            target.ops = ops
+            step_us[name] = round(_step_us(target, grid), 1)
+        rows.append({"nodes": num_nodes, "step_us_without": step_us})
+        click.echo(str(rows[-1]))
+    write(path, {"layers": layers, "context": context, "rows": rows})
+
+
+def _without(target: Decoder) -> dict[str, dict[str, Callable[..., object]]]:
+    """By the parts of a step, ops that leave them out and return what happens to be there."""
+    room: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def anything(*shape: int) -> torch.Tensor:
+        if shape not in room:  # as in the steps that come before a capture
+            room[shape] = torch.zeros(*shape, dtype=target.dtype, device=target.device)
+        return room[shape]
+
+    def products_but(left_out: torch.Tensor) -> Callable[..., torch.Tensor]:
+        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            same_kind = weight.shape == left_out.shape
+            return anything(len(x), len(weight)) if same_kind else own.linear(x, weight, bias)
+
+        return linear
+
+    own, w = target.ops, target.weights
+    layer, heads = w.layers[0], (w.num_heads, w.head_dim)
+    matrices = {"qkv": layer.qkv, "o": layer.o, "down": layer.down, "head": w.head}
+    return {
+        "attention": {"tree_attention": lambda q, *args, **options: q},
+        "gated product": {"gated_linear": lambda x, weight, *args: anything(len(x), len(weight) // 2)},
+        **{name: {"linear": products_but(x)} for name, x in matrices.items() if isinstance(x, torch.Tensor)},
+        "norms": {"add_rmsnorm": lambda delta, residual, *args: (delta, residual)},
+        "rotation": {"rope_write": lambda qkv, *args: anything(len(qkv), *heads)},
+    }
 
 
 Product = tuple[int, int, int]
@@ -222,13 +275,23 @@ def _tiles_beside(tile: Tile, product: Product) -> list[Tile]:
     stages = [replace(tile, stages=tile.stages + more) for more in (-2, -1, 1, 2)]
     most = 256 if tile.tma else 1 << 30  # of a box
     fitting = [
-        t
-        for t in (*sizes, *stages)
-        if 16 <= t.out <= most and t.k <= most and t.stages >= 2 and t.num_bytes(product[2]) <= 225_000
+        t for t in (*sizes, *stages) if 16 <= t.out <= most and t.k <= most and t.stages >= 2 and _fits(t, product)
     ]
     ways = (False, True) if on_hopper(torch.device("cuda")) else (False,)
     others = [tile_of(n, *product, tma=way) for n in (1, 16, 32, 64) for way in ways]
     return [t for t in dict.fromkeys([*fitting, *others]) if t != tile]
+
+
+def _fits(tile: Tile, product: Product) -> bool:
+    return tile.num_bytes(product[2]) <= 225_000
+
+
+def _tile_from(text: str) -> Tile:
+    numbers = text.split(",")
+    if len(numbers) != 5 or not all(x.isdecimal() for x in numbers):
+        raise click.BadParameter(f"{text!r} is no tile: give rows, outputs, k, warps and stages, as 16,128,128,4,3")
+    rows, out, k, warps, stages = map(int, numbers)
+    return Tile(rows, out, k, warps, stages, tma=True)
 
 
 @main.command()
