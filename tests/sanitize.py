@@ -45,7 +45,8 @@ def native() -> None:
 def pair() -> None:
     """Attention over native pages by two warp groups that share what a third one has brought."""
     for nodes in (32, 55):
-        _attend(("native", 128, 16, 2, nodes), WAYS["pair"], NUM_SMALL)
+        for first in (4, NUM_SMALL):
+            _attend(("native", 128, 16, 2, nodes), WAYS["pair"], first)
 
 
 def codes() -> None:

@@ -59,6 +59,13 @@ def wait_unless_idle(asked, part, PDL: gl.constexpr):
 
 
 @gluon.jit
+def tile_at(tiles_ptr, tile):
+    """A tile's sequence, first row, number of rows and first node."""
+    at = tiles_ptr + tile * 4
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+
+
+@gluon.jit
 def program_of(tiles_ptr, early, FIRST: gl.constexpr, PDL: gl.constexpr):
     """What a program is for: a tile's sequence, first row, number of rows and first node; the key head; the part.
 
@@ -68,9 +75,7 @@ def program_of(tiles_ptr, early, FIRST: gl.constexpr, PDL: gl.constexpr):
     """
     if early == 0:
         wait_for_kernels(PDL)
-    at = tiles_ptr + gl.program_id(1) * 4
-    tile = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-    part = gl.program_id(2)
+    tile, part = tile_at(tiles_ptr, gl.program_id(1)), gl.program_id(2)
     if FIRST == 1:
         part = gl.num_programs(2) - 1 - part
     return tile, gl.program_id(0), part

@@ -35,6 +35,7 @@ from specdec.kernels.gpu.hopper import (
     stage_after,
     start_of,
     store_state,
+    tile_at,
     wait_for_kernels,
 )
 from specdec.kernels.gpu.launch import multiprocessors
@@ -165,13 +166,6 @@ def _seen_by(tile, other, reads, WARPS: gl.constexpr, GROUP: gl.constexpr, CHAIN
 
 
 @gluon.jit
-def _tile_at(tiles_ptr, tile):
-    """A tile's sequence, first row, number of rows and first node."""
-    at = tiles_ptr + tile * 4
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-
-
-@gluon.jit
 def _part_of(
     where, reads, WARPS: gl.constexpr, CHAINS: gl.constexpr, GROUP: gl.constexpr, SMALL: gl.constexpr,
     NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
@@ -191,7 +185,7 @@ def _part_of(
     if early == 0:
         wait_for_kernels(PDL)
     pair, part = gl.program_id(1), gl.program_id(2)
-    tile, other = _tile_at(tiles_ptr, 2 * pair), _tile_at(tiles_ptr, 2 * pair + 1)
+    tile, other = tile_at(tiles_ptr, 2 * pair), tile_at(tiles_ptr, 2 * pair + 1)
     last, end, whole = _seen_by(tile, other, reads, WARPS, GROUP, CHAINS)
     MERGED: gl.constexpr = 1 if CHAINS else 0
     last_split = split_of(gl.maximum(end - MERGED, 0), SMALL, NUM, LARGE)
@@ -214,13 +208,15 @@ def _produce(
         where, reads: as for `_part_of`.
         ring: keys and values, and barriers: what was brought, what is free, and values that are to be cleared.
     """
-    tile, _, _, tiles = _part_of(where, reads, 1, CHAINS, H // G, SMALL, NUM, LARGE, FIRST, PDL)
-    head, last = gl.program_id(0), tiles[3]
-    table_at = where[1] + tile[0].to(gl.int64) * where[2]
-    table = table_at, gl.maximum((last + BLOCK_SIZE) // BLOCK_SIZE, 1)
-    context = gl.load(reads[0] + tile[0]).to(gl.int32)  # keys that are there while the kernel before still runs
-    keys, values, there, free, landed = ring
+    nodes, _, _, tiles = _part_of(where, reads, 1, CHAINS, H // G, SMALL, NUM, LARGE, FIRST, PDL)
+    sequence, head = nodes[0], gl.program_id(0)
     first, end, whole, last = tiles
+    _, table_ptr, table_stride, _ = where
+    table_at = table_ptr + sequence.to(gl.int64) * table_stride
+    table = table_at, gl.maximum((last + BLOCK_SIZE) // BLOCK_SIZE, 1)
+    context_ptr, _, _ = reads
+    context = gl.load(context_ptr + sequence).to(gl.int32)  # keys that are there while the kernel before still runs
+    keys, values, there, free, landed = ring
     BYTES: gl.constexpr = KEY_TILE * keys.shape[2] * 2
     if (first + 1) * KEY_TILE > context:
         wait_for_kernels(PDL)
@@ -330,16 +326,15 @@ def _complete(
     states, tile, head, num_states = to
     D: gl.constexpr = acc.shape[1]
     MERGED: gl.constexpr = 1 if CHAINS else 0
+    end = gl.minimum(FIRST, last_split + MERGED)
     m_before, total_before, acc_before = before
-    if FIRST == 1:
-        store_state(states, tile, head, split, num_states, row_values(m, ROWS, times(ROWS)), total, acc, H, GROUP)
-    elif split < gl.minimum(FIRST, last_split + MERGED):
+    if split < end:
         m_before, finite, a = new_maximum(m_before, m)
         b = gl.exp2(m - finite)
         a_of, b_of = row_values(a, ROWS, times(ROWS)), row_values(b, ROWS, times(ROWS))
         total_before = total_before * a_of[:, None] + total * b_of[:, None]
         acc_before = acc_before * row_values(a, ROWS, D)[:, None] + acc * row_values(b, ROWS, D)[:, None]
-        if split + 1 == gl.minimum(FIRST, last_split + MERGED):
+        if split + 1 == end:
             m_of = row_values(m_before, ROWS, times(ROWS))
             store_state(states, tile, head, 0, num_states, m_of, total_before, acc_before, H, GROUP)
     else:
@@ -488,8 +483,8 @@ class PairKernel(HopperKernel):
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
         num_parts: int, first: int, sizes: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Put down the states of parts; see `HopperKernel.attend`."""
-        assert work.pairs
+        """Put down the states of parts; see `HopperKernel.attend`. The first part takes several splits."""
+        assert first > 1 and work.pairs
         width, block = sizes["G"] * q.shape[2], [sizes["BLOCK_SIZE"], q.shape[2]]
         boxes = [
             TensorDescriptor(x, [x.shape[0] * x.shape[1], width], [width, 1], block, KEPT.value)
