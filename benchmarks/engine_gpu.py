@@ -13,6 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from operator import itemgetter
 from pathlib import Path
@@ -59,6 +60,14 @@ def make_llm(model: str | PreTrainedModel, **options: object) -> LLM:
     """An LLM with room for 64 sequences."""
     sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 8192, "num_blocks": 4096}
     return LLM(model, seed=0, **(sizes | options))  # type: ignore[arg-type]
+
+
+def _decoder(name: str, layers: int | None = None) -> Decoder:
+    """The model of such an LLM; with `layers`, a known shape has so many."""
+    with patch.object(SHAPES[name], "num_hidden_layers", layers) if layers else nullcontext():
+        target = make_llm(open_model(name), drafter="ngram").engine.model
+    assert isinstance(target, Decoder)
+    return target
 
 
 def decode_speed(
@@ -148,8 +157,7 @@ def throughput(model: str, tokens: int, batches: str, kv_cache_dtype: str, path:
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def nodes(model: str, context: int, path: str | None) -> None:
     """The time of a captured step with n nodes against one node, batch 1, deterministic."""
-    target = make_llm(open_model(model), drafter="ngram").engine.model
-    assert isinstance(target, Decoder)
+    target = _decoder(model)
     grid = Grid((1,), NUM_NODES, (context,))
     (times,) = measure(CapturedStep(target, grid), grid, repeats=30)
     rows = [(n, seconds[0] * 1e6) for n, seconds in zip(NUM_NODES, times, strict=True)]
@@ -169,9 +177,7 @@ def tiles(layers: int, counts: str, context: int, also: tuple[str, ...], path: s
     By itself a product starts while another like it ends; in a step the others leave it more or less room.
     """
     others = [_tile_from(text) for text in also]
-    with patch.object(SHAPES["8b"], "num_hidden_layers", layers):
-        target, rows = make_llm(open_model("8b"), drafter="ngram").engine.model, []
-    assert isinstance(target, Decoder)
+    target, rows = _decoder("8b", layers), []
     for num_nodes in map(int, counts.split(",")):
         grid, chosen = Grid((1,), (num_nodes,), (context,)), defaultdict[Product, list[Tile]](list)
         _step_us(target, grid, chosen=chosen)
@@ -195,10 +201,8 @@ def tiles(layers: int, counts: str, context: int, also: tuple[str, ...], path: s
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def parts(layers: int, counts: str, context: int, path: str | None) -> None:
     """What a captured step takes, and without one of its parts: the difference is what that part takes there."""
-    with patch.object(SHAPES["8b"], "num_hidden_layers", layers):
-        target = make_llm(open_model("8b"), drafter="ngram").engine.model
-    assert isinstance(target, Decoder)
-    own, rows = target.ops, []
+    target, rows = _decoder("8b", layers), []
+    own = target.ops
     left_out = {"nothing": own} | {name: replace(own, **without) for name, without in _without(target).items()}
     for num_nodes in map(int, counts.split(",")):
         grid = Grid((1,), (num_nodes,), (context,))
@@ -303,8 +307,7 @@ def _tile_from(text: str) -> Tile:
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def cache(model: str, batch: int, counts: str, context: int, formats: str, path: str | None) -> None:
     """The time of a captured step with each cache format, against the first one."""
-    target, rows = make_llm(open_model(model), drafter="ngram").engine.model, []
-    assert isinstance(target, Decoder)
+    target, rows = _decoder(model), []
     grid, baseline = Grid((batch,), tuple(map(int, counts.split(","))), (context,)), {}
     for name in formats.split(","):
         layout = target.kv_layout.stored_as(name)
