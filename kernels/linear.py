@@ -5,6 +5,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from specdec.kernels.activation import act_mul
 from specdec.kernels.prepack import prepacked_linear
+from specdec.kernels.slabs import from_slabs, in_slabs
 
 MANY_ROWS = 192
 """With so many rows packing the weight costs less than turning the result around."""
@@ -27,6 +28,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if weight.is_mkldnn:
         return prepacked_linear(x, weight, bias)
+    if in_slabs(weight):
+        weight = from_slabs(weight)
     n = x.shape[0]
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or n >= MANY_ROWS:
         return F.linear(x, weight, bias)
@@ -40,7 +43,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
     Args:
         x: [N, in].
-        weight: [2 I, in], the gate's rows first; same dtype.
+        weight: [2 I, in], the gate's rows first; same dtype; or what `specdec.kernels.prepack` makes of it.
         bias: [2 I] or None.
         activation: one of `specdec.kernels.activation.ACTIVATIONS`.
 

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, Pages, QuantizedPages
 from specdec.kernels.gpu import attention, linear, tma
+from specdec.kernels.slabs import to_slabs
 from specdec.kernels.work import make_work, max_block, uniform_work
 
 COMPILED: list[tuple[str, dict[str, Any]]] = []
@@ -131,12 +132,16 @@ def may_end_unwaited(ptx: str) -> bool:
     return False
 
 
-def multiply(out: int, k: int, *, rows: int = 1, gated: bool = False, by_tma: bool = False) -> None:
+def multiply(
+    out: int, k: int, *, rows: int = 1, gated: bool = False, by_tma: bool = False, slabs: bool = False
+) -> None:
     """Compile the product of so many rows with a bf16 matrix [out, k], or with two, as a captured step has it."""
     early = _Driver.capability >= 90
     linear.overlap = tma.overlap = lambda device: {"PDL": early, "launch_pdl": early}
     linear.takes_tma = lambda x, weight: by_tma
     x, w = torch.zeros(rows, k, dtype=torch.bfloat16), torch.zeros(out * (1 + gated), k, dtype=torch.bfloat16)
+    if slabs:
+        w = to_slabs(w)
     if gated:
         linear.gated_linear(x, w, None, "silu")
     else:

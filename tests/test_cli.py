@@ -138,7 +138,7 @@ def test_info_plans_the_memory(invoke: Invoke) -> None:
     assert facts["kv cache"] == "4.00 MiB: 2,184 blocks of 16 tokens"
     assert facts["fits"] == "34,944 tokens: 546 requests of 60; max_num_seqs lets 16 run at once"
     assert facts["graphs"].startswith("none: ") and "29,408 parameters" in facts["weights"]
-    assert facts["weights"].endswith(", and as much again prepacked") is PREPACKED
+    assert facts["weights"].endswith(", and their matrices once more, prepacked") is PREPACKED
     plain = json.loads(invoke(*plan, "--kv-cache-memory", "4MiB", "--no-prepack").stdout)
     assert plain["weights"].endswith(" parameters")
     refused = invoke(*plan, "--kv-cache-memory", "5KiB")

@@ -7,6 +7,7 @@ from specdec import LLM, SamplingParams
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.ngram import NGramDrafter
 from specdec.drafters.protocol import Drafter
+from specdec.errors import ConfigError
 from specdec.kernels.formats import FORMATS
 from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
@@ -123,3 +124,31 @@ def test_tiles_of_nodes_that_share_keys_change_no_token(name: str, dim: int, mon
         engine = make_engine(model, drafters[name], cuda_graphs=cuda_graphs, **room)
         assert outputs(run(engine, prompts, asks())) == alone
     assert {early for early, _ in taken} >= ({True, False} if name == "medusa" else {True})
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_slabs_change_no_token_and_follow_training(deterministic: bool) -> None:
+    """Of a model whose rows are long enough; the drop-in takes them if told."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("weights are prepacked on Hopper GPUs")
+    sizes = {"hidden_size": 2048, "intermediate_size": 2304, "head_dim": 64, "num_attention_heads": 32}
+    models = [tiny_llama(seed, torch.bfloat16, initializer_range=0.05, **sizes).to("cuda") for seed in (0, 1)]
+    params = SamplingParams(max_new_tokens=24)
+    plain, packed = (
+        LLM(models[0], "ngram", prepack=how, deterministic=deterministic, num_blocks=64) for how in (False, True)
+    )
+    decoder = packed.engine.model
+    assert isinstance(decoder, Decoder) and decoder.prepacked and decoder.weights.layers[0].qkv.dim() == 3  # type: ignore[union-attr]
+    assert LLM(models[0], num_blocks=64).engine.model.prepacked, "by default"  # type: ignore[attr-defined]
+    for model in (None, models[1]):
+        if model is not None:
+            models[0].load_state_dict(model.state_dict())
+            decoder.refresh()
+            for llm in (plain, packed):
+                llm.engine.reset_prefix_cache()
+        answers = [[a.token_ids for a in llm.generate(PROMPTS, params)] for llm in (plain, packed)]
+        assert answers[0] == answers[1] or not deterministic
+    with pytest.raises(ConfigError, match="no matrix that gains by it on cuda.*2,048 inputs.*leave prepack out"):
+        LLM(tiny_llama(dtype=torch.bfloat16).to("cuda"), prepack=True)
+    with pytest.raises(ConfigError, match="float32 can't be prepacked on cuda.*Hopper GPUs: leave prepack out"):
+        LLM(tiny_llama(dtype=torch.float32).to("cuda"), prepack=True)

@@ -18,6 +18,7 @@ from specdec.kernels.gpu.tiles import (
     tile_of,
 )
 from specdec.kernels.gpu.tma import takes_tma
+from specdec.kernels.slabs import SLAB, to_slabs
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 from tests.test_formats import on_hopper
 
@@ -58,6 +59,27 @@ def test_products_by_tma(dtype: torch.dtype, shape: tuple[int, int, int], tile: 
         assert y.is_contiguous()
         assert_close(y, x.double() @ w.double().T + (0 if b is None else b.double()))
         assert_close(gated_linear(x, w, b, "silu", tile=tile), act_mul(linear(x, w, b), "silu"))
+
+
+@pytest.mark.skipif(ON_GPU and not can_run(torch.device(DEVICE)), reason="made for Hopper GPUs")
+@pytest.mark.parametrize(
+    "tile", [Tile(16, 32, SLAB, 4, 3), Tile(16, 64, 64, 4, 3, True), Tile(64, 32, SLAB, 4, 3, True)], ids=str
+)
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.itemsize == 2], ids=str)
+def test_products_of_slabs_have_the_same_bits(dtype: torch.dtype, tile: Tile) -> None:
+    torch.manual_seed(6)
+    out, k = 72, 3 * SLAB
+    w, bias = random(2 * out, k, dtype=dtype) / k**0.5, random(2 * out, dtype=dtype)
+    slabs = to_slabs(w)
+    for n in (0, 1, 7, 70):
+        x = random(n, k, dtype=dtype)
+        for b in (None, bias):
+            assert torch.equal(linear(x, slabs, b, tile=tile), linear(x, w, b, tile=tile))
+            pair = [gated_linear(x, weight, b, "silu", tile=tile) for weight in (slabs, w)]
+            assert torch.equal(*pair)
+        assert torch.equal(fast.linear(x, slabs), linear(x, w))
+        assert torch.equal(fast.gated_linear(x, slabs, None, "silu"), gated_linear(x, w, None, "silu"))
+        assert torch.equal(reference.linear(x, slabs, bias), reference.linear(x, w, bias))
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, reference.MANY_ROWS - 1, reference.MANY_ROWS])
@@ -119,8 +141,8 @@ def test_tma_is_taken_where_it_keeps_a_gpu_busy() -> None:
         for n in (1, 16, 32, 64):
             tile = tile_of(n, out, k, num_weights, tma=True)
             assert tile.tma and out >= TMA_PROGRAMS * tile.out and tile.rows == max(n, 16)
-    assert [tile_of(n, 4096, 14336, tma=True).rows for n in (2, 16, 17, 32, 64)] == [16, 16, 32, 32, 32]
-    for n, out, k in ((1, 2048, 2048), (64, 1024, 4096), (16, 576, 576), (65, 4096, 4096), (1, 4096, 14336)):
+    assert [tile_of(n, 4096, 14336, tma=True).rows for n in (1, 16, 17, 32, 64)] == [16, 16, 32, 32, 32]
+    for n, out, k in ((1, 2048, 2048), (64, 1024, 4096), (16, 576, 576), (65, 4096, 4096)):
         assert not tile_of(n, out, k, tma=True).tma
 
 
@@ -175,14 +197,16 @@ def test_tma_brings_all_operands_of_a_large_models_products() -> None:
     made = on_hopper("""
 import re
 from tests.hopper import COMPILED, multiply
+SHAPES = (6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (128256, 4096, False), (4096, 14336, False)
 for rows in 1, 16, 32, 64:
-    for out, k, gated in (6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (128256, 4096, False):
-        multiply(out, k, rows=rows, gated=gated, by_tma=True)
+    for out, k, gated in SHAPES:
+        for slabs in False, True:
+            multiply(out, k, rows=rows, gated=gated, by_tma=True, slabs=slabs)
 for name, found in COMPILED:
     instructions = re.findall(r"(cp.async[.a-z]+|mma.sync|wgmma.mma_async)", found["ptx"])
     print((name, found["shared"], sorted(set(instructions))))
 """)
-    assert len(made) == 16
+    assert len(made) == 40
     for name, shared, instructions in made:
         assert name == "_tma_kernel" and 128 << 10 < shared <= 227 << 10
         assert [i.split(".global")[0] for i in instructions] == ["cp.async.bulk.tensor.", "wgmma.mma_async"]
@@ -227,10 +251,15 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype, shape: tup
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_bits_do_not_depend_on_who_loads_the_operands(dtype: torch.dtype) -> None:
     torch.manual_seed(5)
-    x, w = random(300, 1600, dtype=dtype), random(2000, 1600, dtype=dtype) / 40  # tiles end within each of them
+    x, w = (
+        random(300, 7 * SLAB, dtype=dtype),
+        random(2000, 7 * SLAB, dtype=dtype) / 42,
+    )  # tiles end within rows, outputs
+    slabs = to_slabs(w)
     whole = linear(x, w, tile=Tile(64, 64, 64, 4, 3)), gated_linear(x, w, None, "silu", tile=Tile(64, 64, 64, 4, 3))
     tiles = [(t, 2 if kind == "gated" else 1) for kind, found in _TMA_TILES.items() for t in found.values()]
     tiles += [(t, num_weights) for num_weights, found in _MANY_ROWS_BY_TMA.items() for t in found]
     for t, num_weights in tiles:
-        y = linear(x, w, tile=t) if num_weights == 1 else gated_linear(x, w, None, "silu", tile=t)
-        assert torch.equal(y, whole[num_weights - 1]), f"{t}"
+        for weight in (w, slabs):
+            y = linear(x, weight, tile=t) if num_weights == 1 else gated_linear(x, weight, None, "silu", tile=t)
+            assert torch.equal(y, whole[num_weights - 1]), f"{t}"

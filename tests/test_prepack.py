@@ -1,4 +1,4 @@
-"""Weights in oneDNN's order: the same products, copies that follow the model, and when there are some."""
+"""Weights in the order in which products read them: the same products, copies that follow the model, and when."""
 
 from types import SimpleNamespace
 
@@ -10,8 +10,11 @@ import specdec
 from specdec import LLM
 from specdec.build import cost_key
 from specdec.errors import ConfigError
+from specdec.kernels.gpu import launch
 from specdec.kernels.linear import gated_linear, linear
-from specdec.kernels.prepack import can_prepack, prepack
+from specdec.kernels.prepack import can_prepack, gains_by_prepacking, prepack
+from specdec.kernels.slabs import SLAB, from_slabs, in_slabs, to_slabs
+from specdec.models import weights
 from specdec.models.decoder import Decoder
 from specdec.models.head import DecoderHead
 from specdec.models.load import make_target
@@ -40,9 +43,52 @@ def test_products(n: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(gated_linear(x, prepack(w), b, "silu"), gated_linear(x, w, b, "silu"), **tolerance)
 
 
-def test_what_can_be_prepacked() -> None:
-    assert not can_prepack(torch.device("cuda"), torch.float32)
+def test_what_can_be_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_prepack(CPU, torch.float64) and not can_prepack(CPU, torch.float16)
+    for hopper in (False, True):
+        monkeypatch.setattr(launch, "on_hopper", lambda device, hopper=hopper: hopper)
+        for dtype in (torch.float16, torch.bfloat16):
+            assert can_prepack(torch.device("cuda"), dtype) is hopper
+        assert not can_prepack(torch.device("cuda"), torch.float32)
+
+
+def test_what_gains_on_a_gpu() -> None:
+    """Large matrices, whose rows are whole slabs; on a CPU each does."""
+    for shape, gains in (((8, 2048), True), ((8, 14336), True), ((8, 1792), False), ((8, 2304 + 64), False)):
+        weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        assert gains_by_prepacking(weight) is gains
+    assert not gains_by_prepacking(torch.empty(8, 2048, device="meta")), "float32"
+    assert gains_by_prepacking(torch.empty(8, 8))
+
+
+def test_slabs_hold_columns_of_all_rows() -> None:
+    weight = torch.arange(6 * 2 * SLAB, dtype=torch.float32).view(6, -1)
+    slabs = to_slabs(weight)
+    assert in_slabs(slabs) and not in_slabs(weight) and slabs.shape == (6, 2, SLAB)
+    memory = slabs.as_strided((12, SLAB), (SLAB, 1))
+    assert torch.equal(memory, torch.cat([weight[:, :SLAB], weight[:, SLAB:]]))
+    assert torch.equal(from_slabs(slabs), weight)
+    slabs.copy_(to_slabs(weight + 1))
+    assert torch.equal(memory, torch.cat([weight[:, :SLAB], weight[:, SLAB:]]) + 1), "in the same memory"
+
+
+def test_a_decoder_over_slabs_scores_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where some matrices don't gain; but by the reference."""
+    monkeypatch.setattr(weights, "prepack", to_slabs)
+    monkeypatch.setattr(weights, "gains_by_prepacking", lambda weight: weight.shape[1] == SLAB)
+    model = tiny_llama(hidden_size=SLAB, dtype=torch.float32)
+    plain, packed = Decoder(model), Decoder(model, prepacked=True)
+    layer = packed.weights.layers[0]
+    assert (
+        isinstance(layer.down, torch.Tensor) and not in_slabs(layer.down) and packed.prepacked and not plain.prepacked
+    )
+    assert all(isinstance(w, torch.Tensor) and in_slabs(w) for w in (layer.qkv, layer.gate_up, packed.weights.head))
+    assert torch.equal(packed.logits(hidden := torch.randn(3, SLAB)), plain.logits(hidden))
+    matrix = DecoderHead(packed).matrix
+    assert matrix is not None and matrix[0] is packed.head and torch.equal(packed.head, plain.weights.head)
+    model.load_state_dict(tiny_llama(hidden_size=SLAB, dtype=torch.float32, seed=1).state_dict())
+    packed.refresh()
+    assert torch.equal(packed.logits(hidden), plain.logits(hidden))
 
 
 @needs_onednn

@@ -1,7 +1,7 @@
 """Matrix products where bits may depend on the number of rows: the fastest kernel for each size.
 
 One row takes a matrix-vector kernel without matrix instructions, many rows take the library's product, and the others
-the deterministic one, which is as fast there.
+the deterministic one, which is as fast there. Weights in slabs are for that one alone.
 """
 
 import torch
@@ -14,6 +14,7 @@ from specdec.kernels.gpu import linear as exact
 from specdec.kernels.gpu.activation import act_mul, activate
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 from specdec.kernels.gpu.linear import SMALL_BITS
+from specdec.kernels.slabs import in_slabs
 
 FEW_ROWS = 64
 """Up to here the deterministic product is as fast as the library's."""
@@ -51,25 +52,28 @@ def _gemv_kernel(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x @ weight.T + bias: [N, in], [out, in], [out] or None → [N, out]."""
-    if _is_for_gemv(x, weight):
-        return _gemv(x, weight, bias, None)
-    return F.linear(x, weight, bias) if len(x) > FEW_ROWS else exact.linear(x, weight, bias)
+    """Return x @ weight.T + bias: [N, in], [out, in], [out] or None → [N, out]; weights may be in slabs."""
+    if _is_for_exact(x, weight):
+        return exact.linear(x, weight, bias)
+    return F.linear(x, weight, bias) if len(x) > FEW_ROWS else _gemv(x, weight, bias, None)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """Return activation(gate) · up of a merged projection: [N, in], [2 I, in], [2 I] or None → [N, I]."""
     assert activation in ACTIVATIONS
-    if _is_for_gemv(x, weight):
-        return _gemv(x, weight, bias, activation)
+    if _is_for_exact(x, weight):
+        return exact.gated_linear(x, weight, bias, activation)
     if len(x) > FEW_ROWS:
         return act_mul(F.linear(x, weight, bias), activation)
-    return exact.gated_linear(x, weight, bias, activation)
+    return _gemv(x, weight, bias, activation)
 
 
-def _is_for_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _is_for_exact(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the deterministic product is taken."""
+    if in_slabs(weight):
+        return True
     out, k = weight.shape
-    return len(x) == 1 and (k >= SHORT_K or out < MANY_OUT)
+    return k < SHORT_K and out >= MANY_OUT if len(x) == 1 else len(x) <= FEW_ROWS
 
 
 def _gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:

@@ -14,6 +14,7 @@ from specdec.kernels.gpu.activation import gated
 from specdec.kernels.gpu.launch import overlap, prefetch, shared_memory, wait_for_inputs
 from specdec.kernels.gpu.tiles import Tile, grid_of, row_stride, tile_at, tile_of
 from specdec.kernels.gpu.tma import takes_tma, tma_linear
+from specdec.kernels.slabs import SLAB, in_slabs
 
 SMALL_BITS = tl.constexpr(8 * (16 << 20))
 """Bits of a matrix that takes little longer than its launch does, up to 16 MiB: its first lines are asked for while the
@@ -65,9 +66,11 @@ def _load_x(x_ptr, x_at, k, at, row, num_rows, K: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def _load_weights(w_at, k, at, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Step k of a tile's weights, [BLOCK_K, BLOCK_OUT]."""
-    if K % BLOCK_K == 0:
+def _load_weights(w_at, k, at, K: tl.constexpr, BLOCK_K: tl.constexpr, SLAB_SIZE: tl.constexpr, SLAB: tl.constexpr):
+    """Step k of a tile's weights, [BLOCK_K, BLOCK_OUT]; `SLAB_SIZE` is 0 of those by rows."""
+    if SLAB_SIZE > 0:
+        w = tl.load(w_at + (tl.cast(k // SLAB, tl.int64) * SLAB_SIZE + k % SLAB))
+    elif K % BLOCK_K == 0:
         w = tl.load(w_at + k)
     else:
         w = tl.load(w_at + k, mask=at[:, None] < K - k, other=0.0)
@@ -78,31 +81,37 @@ def _load_weights(w_at, k, at, K: tl.constexpr, BLOCK_K: tl.constexpr):
 def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-    LONE: tl.constexpr, PDL: tl.constexpr,
+    LONE: tl.constexpr, SLAB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a product, or with an activation of a gated one: then the weights of `up` stand behind the gate's."""
+    """A tile of a product, or with an activation of a gated one: then the weights of `up` stand behind the gate's.
+
+    Rows of a weight have K columns behind each other, or `SLAB`, if that isn't 0: then it is in slabs.
+    """
     GATED: tl.constexpr = ACTIVATION is not None
+    WIDTH: tl.constexpr = SLAB if SLAB > 0 else K
+    SLAB_SIZE: tl.constexpr = (2 if GATED else 1) * OUT * SLAB
     row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = out_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     at = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row % num_rows).to(tl.int64)[:, None] * x_stride + at[None, :]
-    w_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * K + at[:, None]
-    up_at = w_at + OUT * K
+    w_at = w_ptr + (col % OUT).to(tl.int64)[None, :] * WIDTH + at[:, None]
+    up_at = w_at + OUT * WIDTH
     BITS: tl.constexpr = (2 if GATED else 1) * OUT * K * w_ptr.dtype.element_ty.primitive_bitwidth
     if BITS <= SMALL_BITS:
-        prefetch(_first_lines(w_ptr, col % OUT, K), PDL)
+        prefetch(_first_lines(w_ptr, col % OUT, WIDTH), PDL)
         if GATED:
-            prefetch(_first_lines(w_ptr, OUT + col % OUT, K), PDL)
+            prefetch(_first_lines(w_ptr, OUT + col % OUT, WIDTH), PDL)
     wait_for_inputs(PDL, not GATED or BITS <= SMALL_BITS)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     up = acc
     for k in range(0, K, BLOCK_K):
         if GATED:  # each kind loads in the order in which it was timed
             x = _load_x(x_ptr, x_at, k, at, row, num_rows, K, BLOCK_K, LONE)
-            w, w_up = _load_weights(w_at, k, at, K, BLOCK_K), _load_weights(up_at, k, at, K, BLOCK_K)
+            w = _load_weights(w_at, k, at, K, BLOCK_K, SLAB_SIZE, SLAB)
+            w_up = _load_weights(up_at, k, at, K, BLOCK_K, SLAB_SIZE, SLAB)
         else:
-            w = _load_weights(w_at, k, at, K, BLOCK_K)
+            w = _load_weights(w_at, k, at, K, BLOCK_K, SLAB_SIZE, SLAB)
             x = _load_x(x_ptr, x_at, k, at, row, num_rows, K, BLOCK_K, LONE)
         acc = tl.dot(x, w, acc, input_precision="ieee")
         if GATED:
@@ -123,7 +132,7 @@ def linear(
 
     Args:
         x: [N, in]; rows may be strided, the last dimension is dense.
-        weight: [out, in] contiguous, x's dtype: fp32, fp16 or bf16.
+        weight: [out, in] contiguous, x's dtype: fp32, fp16 or bf16; or in slabs (`specdec.kernels.slabs`).
         bias: [out] or None.
         tile: how to cut the product; None takes `tile_of`, as it fits the device.
 
@@ -147,7 +156,7 @@ def gated_linear(
 
     Args:
         x: [N, in]; rows may be strided, the last dimension is dense.
-        weight: [2 I, in] contiguous, the gate's rows first.
+        weight: [2 I, in] contiguous, the gate's rows first; or in slabs.
         bias: [2 I] or None.
         activation: one of `specdec.kernels.activation.ACTIVATIONS`.
         tile: how to cut the product; None takes `tile_of`, as it fits the device.
@@ -163,7 +172,8 @@ def _multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, tile: Tile
 ) -> torch.Tensor:
     """A product, or with an activation a gated one."""
-    n, k, t = len(x), weight.shape[1], tile
+    (n, k), t, slab = x.shape, tile, SLAB if in_slabs(weight) else 0
+    assert not slab or slab % t.k == 0
     out = len(weight) // (1 if activation is None else 2)
     y = torch.empty(n, out, dtype=x.dtype, device=x.device)
     if t.tma and n:
@@ -171,14 +181,15 @@ def _multiply(
     elif n:
         _linear_kernel[grid_of(n, out, t)](
             x, weight, weight if bias is None else bias, y, n, row_stride(x), out, k, bias is not None, activation,
-            t.rows, t.out, t.k, n == 1 and k % t.k == 0, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
-            **overlap(x.device),
+            t.rows, t.out, t.k, n == 1 and k % t.k == 0, slab, num_warps=t.warps, num_stages=t.stages,
+            enable_fp_fusion=False, **overlap(x.device),
         )  # fmt: skip
     return y
 
 
 def _tile(x: torch.Tensor, weight: torch.Tensor, num_weights: int) -> Tile:
     """The tile of a product by so many matrices that stand behind each other, as it fits the device."""
-    size, (out, k) = x.element_size(), weight.shape
-    chosen = tile_of(len(x), out // num_weights, k, num_weights, size, takes_tma(x, weight))
+    size, out = x.element_size(), len(weight) // num_weights
+    n, k = x.shape
+    chosen = tile_of(n, out, k, num_weights, size, takes_tma(x, weight))
     return chosen.fitting(shared_memory(x.device), num_weights, size)

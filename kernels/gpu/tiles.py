@@ -58,8 +58,7 @@ HALF_BUSY = 66
 """Tiles from which on half of a GPU's multiprocessors have one; where they are fewer, smaller tiles are faster."""
 _TMA_TILES = {
     "gated": {
-        1: Tile(16, 128, 128, 4, 3, True),
-        16: Tile(16, 64, 256, 4, 3, True),
+        16: Tile(16, 128, 128, 4, 3, True),
         32: Tile(32, 64, 128, 4, 4, True),
         64: Tile(64, 128, 64, 4, 4, True),
     },
@@ -122,10 +121,8 @@ def _tma_tile_of(num_rows: int, out: int, k: int, num_weights: int) -> Tile | No
         kind = "wide"
     elif k <= 8192:
         kind = "narrow"
-    elif num_rows > 1:
-        kind = "deep"
     else:
-        return None
+        kind = "deep"
     tile = next(tile for most, tile in _TMA_TILES[kind].items() if num_rows <= most)
     return tile if out >= TMA_PROGRAMS * tile.out else None
 

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from specdec.kernels.gpu.activation import gated
 from specdec.kernels.gpu.launch import on_hopper, overlap, wait_for_inputs
 from specdec.kernels.gpu.tiles import Tile, grid_of, row_stride, tile_at
+from specdec.kernels.slabs import SLAB, in_slabs
 
 
 @triton.jit
@@ -40,11 +41,12 @@ def _add_bias(acc, bias_at, W_LEFT: tl.constexpr):
 def _tma_kernel(
     x_desc, w_desc, bias_ptr, y_ptr, num_rows, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    SLAB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a product; with an activation of a gated one, as `_linear_kernel`. Outside a matrix are zeros.
+    """A tile of a product; with an activation of a gated one, as `_linear_kernel`. Outside x are zeros.
 
-    A warp group's matrix instructions have 64 rows: where x has fewer, the weights are the left operand.
+    A warp group's matrix instructions have 64 rows: where x has fewer, the weights are the left operand. Where `SLAB`
+    isn't 0 these are slabs, one behind the other.
     """
     W_LEFT: tl.constexpr = BLOCK_ROWS < 64
     GATED: tl.constexpr = ACTIVATION is not None
@@ -55,9 +57,12 @@ def _tma_kernel(
     acc = tl.zeros(shape, tl.float32)
     up = acc
     for k in range(0, K, BLOCK_K):
-        w = w_desc.load([first_out, k])
+        at, col = first_out, k
+        if SLAB > 0:
+            at, col = k // SLAB * ((2 if GATED else 1) * OUT) + first_out, k % SLAB
+        w = w_desc.load([at, col])
         if GATED:
-            w_up = w_desc.load([OUT + first_out, k])
+            w_up = w_desc.load([OUT + at, col])
         x = x_desc.load([first_row, k])
         acc = _dot(x, w, acc, W_LEFT)
         if GATED:
@@ -77,7 +82,7 @@ def _tma_kernel(
 
 def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether these are operands of 16 bits, on a Hopper GPU, with rows at addresses that TMA can load from."""
-    stride, k = row_stride(x), weight.shape[1]
+    stride, k = row_stride(x), x.shape[1]
     if x.element_size() != 2 or stride < k or not on_hopper(x.device):
         return False
     return all(at % 16 == 0 for at in (x.data_ptr(), weight.data_ptr(), 2 * stride, 2 * k))
@@ -95,7 +100,7 @@ def tma_linear(
 
     Args:
         x: [N, in] fp16 or bf16, N ≥ 1, at addresses that `takes_tma`.
-        weight: [out, in], or with an activation [2 out, in], the gate's rows first.
+        weight: [out, in], or with an activation [2 out, in], the gate's rows first; or in slabs.
         bias: [out] or [2 out], or None.
         y: [N, out] contiguous.
         tile: how to cut the product.
@@ -103,8 +108,10 @@ def tma_linear(
     """
     (n, k), out, t = x.shape, y.shape[1], tile
     rows = TensorDescriptor(x, [n, k], [row_stride(x), 1], [t.rows, t.k])
-    weights = TensorDescriptor(weight, list(weight.shape), [k, 1], [t.out, t.k])
+    slab = SLAB if in_slabs(weight) else 0
+    rows_of = weight.transpose(0, 1).flatten(0, 1) if slab else weight
+    weights = TensorDescriptor(rows_of, list(rows_of.shape), [slab or k, 1], [t.out, t.k])
     _tma_kernel[grid_of(n, out, t)](
         rows, weights, weight if bias is None else bias, y, n, out, k, bias is not None, activation,
-        t.rows, t.out, t.k, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False, **overlap(x.device),
+        t.rows, t.out, t.k, slab, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False, **overlap(x.device),
     )  # fmt: skip

@@ -145,8 +145,8 @@ def _of(weights: DecoderWeights) -> list[tuple[str, Tensor, bool]]:
 def _product(
     name: str, matrix: Tensor, gated: bool, rows: int, weights: DecoderWeights, ops: Ops, roofline: Roofline
 ) -> Timed:
-    out, width = matrix.shape
-    size = matrix.element_size()
+    out, size = matrix.shape[0], matrix.element_size()
+    width = matrix.numel() // out  # whatever the order of them
     copies = [torch.empty_like(matrix).copy_(matrix) for _ in range(_num_copies(matrix.numel() * size, matrix.device))]
     x = torch.randn(rows, width, device=matrix.device, dtype=matrix.dtype)
     if gated:

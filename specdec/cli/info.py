@@ -133,24 +133,25 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
 def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", config: "EngineConfig") -> str:
     """The newest table of a model of this name here; the engine also looks at the weights, which aren't opened.
 
-    They are taken to be prepacked as asked, and else where that can be.
+    They are taken to be prepacked as asked, and else where that can be; on a GPU small ones aren't even there.
     """
     import torch
 
     from specdec.engine.cost import costs_folder, device_name, list_tables, read_table
     from specdec.kernels.prepack import can_prepack
 
-    prepacked = can_prepack(device, dtype) if config.prepack is None else config.prepack
-    kind = _short(dtype) + ("-prepacked" if prepacked else "")
-    here = (device_name(device), kind, torch.__version__, config.deterministic, config.kv_cache_name)
+    can = can_prepack(device, dtype)
+    prepacked = {can, can and device.type == "cpu"} if config.prepack is None else {config.prepack}
+    kinds = {_short(dtype) + ("-prepacked" if yes else "") for yes in prepacked}
+    here = (device_name(device), torch.__version__, config.deterministic, config.kv_cache_name)
     for path in list_tables():
         try:
             table = read_table(path)
         except ConfigError as error:
             return str(error)
         key = table.key
-        there = (key.device, key.dtype, key.torch, key.deterministic, key.kv_cache)
-        if there == here and table.model in (model, Path(model).resolve().name):
+        there = (key.device, key.torch, key.deterministic, key.kv_cache)
+        if there == here and key.dtype in kinds and table.model in (model, Path(model).resolve().name):
             return f"{path}, measured {table.measured}"
     command = "specdec tune" if config.deterministic else "specdec tune --no-deterministic"
     if config.prepack is not None:

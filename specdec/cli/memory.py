@@ -24,7 +24,11 @@ def plan_facts(options: dict[str, Any]) -> dict[str, str]:
     stored = engine.pages.layout.format
     kind = str(native).removeprefix("torch.") if stored is None else f"{stored.name}, {stored.group} values a scale"
     graphs = engine.why_no_graphs
-    prepacked = ", and as much again prepacked" if isinstance(engine.model, Decoder) and engine.model.prepacked else ""
+    prepacked = (
+        ", and their matrices once more, prepacked"
+        if isinstance(engine.model, Decoder) and engine.model.prepacked
+        else ""
+    )
     return {
         "weights": f"{show_bytes(sum(p.numel() * p.itemsize for p in parameters))}, "
         f"{sum(p.numel() for p in parameters):,} parameters{prepacked}",

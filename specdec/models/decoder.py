@@ -21,7 +21,8 @@ class Decoder:
         model: a loaded model of a known family, in eval mode. Its projections become views of merged matrices;
             it still works by itself.
         ops: the kernels; None chooses by device and dtype.
-        prepacked: its matrices are copies in oneDNN's order; only where `can_prepack` says so.
+        prepacked: take copies of the matrices in the order in which products read them, but for those that don't gain
+            by it; only where `can_prepack` says so. The attribute says whether there are such copies.
 
     Raises:
         UnsupportedModel: the family, or a feature of its config, is not known.
@@ -30,7 +31,8 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, ops: Ops | None = None, *, prepacked: bool = False) -> None:
         shared = share_weights(model)
         self.weights: DecoderWeights = prepack_weights(shared) if prepacked else shared
-        self.prepacked = prepacked
+        self.prepacked = len(self.weights.copies) > len(shared.copies)
+        self.head = shared.head
         self.quantized_by = quantized_by(model)
         config = model.config
         self.hidden_size: int = config.hidden_size

@@ -62,8 +62,7 @@ class DecoderHead:
     def matrix(self) -> Matrix | None:
         """Weight and bias that give the scores by their product alone; None if more is done."""
         w = self._decoder.weights
-        head = w.head.to_dense() if w.head.is_mkldnn else w.head
-        return (head, w.head_bias) if w.logit_softcap is None else None
+        return (self._decoder.head, w.head_bias) if w.logit_softcap is None else None
 
     def __call__(self, states: Tensor) -> Tensor:
         """Score the vocabulary: [R, H] to [R, V]."""

@@ -6,7 +6,8 @@ from transformers import PreTrainedModel
 
 from specdec.errors import ConfigError, UnsupportedModel
 from specdec.kernels.ops import choose_ops
-from specdec.kernels.prepack import can_prepack
+from specdec.kernels.prepack import WHERE, can_prepack
+from specdec.kernels.slabs import LEAST_INPUTS, SLAB
 from specdec.models.decoder import Decoder
 from specdec.models.families import FAMILIES
 from specdec.models.hf import HFModel
@@ -18,8 +19,8 @@ def make_target(model: PreTrainedModel, deterministic: bool = True, prepack: boo
     Args:
         model: a loaded causal LM in eval mode.
         deterministic: whether the decoder's kernels on a GPU give a row the same bits in any batch.
-        prepack: whether the decoder multiplies by copies of the weights in oneDNN's order; None where that can be and
-            the copies take at most half of the memory that is left.
+        prepack: whether the decoder multiplies by copies of the weights in the order in which products read them; None
+            where that can be and the copies take at most half of the memory that is left.
 
     Raises:
         ConfigError: weights can't be prepacked on this device, in this dtype, or as the model is run.
@@ -39,6 +40,11 @@ def make_target(model: PreTrainedModel, deterministic: bool = True, prepack: boo
     if prepack and not isinstance(target, Decoder):
         raise ConfigError(
             f"this {model.config.model_type} runs by its own forward, with its own weights; leave prepack out"
+        )
+    if prepack and not target.prepacked:
+        raise ConfigError(
+            f"this model has no matrix that gains by it on {model.device}: of {LEAST_INPUTS:,} inputs or more, in "
+            f"multiples of {SLAB}, and not quantized; leave prepack out"
         )
     return target
 
@@ -61,11 +67,18 @@ def _prepacked(model: PreTrainedModel, prepack: bool | None) -> bool:
     if prepack and not can:
         raise ConfigError(
             f"weights in {str(model.dtype).removeprefix('torch.')} can't be prepacked on {model.device}; that is for "
-            "float32 and bfloat16 on x86 CPUs: leave prepack out"
+            f"{WHERE}: leave prepack out"
         )
-    return can and (
-        2 * model.get_memory_footprint() <= psutil.virtual_memory().available if prepack is None else prepack
-    )
+    return can and (2 * model.get_memory_footprint() <= _left(model.device) if prepack is None else prepack)
+
+
+def _left(device: torch.device) -> int:
+    """Bytes of memory that are left on a device."""
+    if device.type != "cuda":
+        available: int = psutil.virtual_memory().available
+        return available
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def why_not_on(device: torch.device) -> str | None:

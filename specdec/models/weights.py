@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModel
-from specdec.kernels.prepack import prepack
+from specdec.kernels.prepack import gains_by_prepacking, prepack
 from specdec.models.balance import balance
 from specdec.models.families import Family, family_of
 from specdec.models.rope import Rotary, read_rotary
@@ -22,8 +22,8 @@ Projection = torch.Tensor | tuple[nn.Module, ...]
 Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 """Tensors that are not the model's own storage, each with what makes it anew of the model's parameters."""
 
-_PREPACKED: WeakValueDictionary[tuple[int, torch.Size, torch.dtype], torch.Tensor] = WeakValueDictionary()
-"""Prepacked matrices by address and kind; who has one keeps the matrix too, in its `copies`."""
+_PREPACKED: WeakValueDictionary[tuple[object, ...], torch.Tensor] = WeakValueDictionary()
+"""Prepacked matrices by place, address and kind; who has one keeps the matrix too, in its `copies`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,16 @@ def share_weights(model: PreTrainedModel) -> DecoderWeights:
 
 
 def prepack_weights(weights: DecoderWeights) -> DecoderWeights:
-    """Return the weights with their matrices in oneDNN's order: a copy that all who want it of these matrices share.
+    """Return the weights with their matrices prepacked: a copy that all who want it of these matrices share.
 
-    What isn't a matrix stays, quantized modules too.
+    What isn't a matrix stays, quantized modules too, and so do matrices that don't gain by it.
     """
     copies = list(weights.copies)
 
     def one(matrix: torch.Tensor) -> torch.Tensor:
-        key = matrix.data_ptr(), matrix.shape, matrix.dtype
+        if not gains_by_prepacking(matrix):
+            return matrix
+        key = matrix.device, matrix.data_ptr(), matrix.shape, matrix.dtype
         packed = _PREPACKED.get(key)
         if packed is None:
             packed = _PREPACKED[key] = prepack(matrix)
