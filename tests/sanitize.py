@@ -23,7 +23,7 @@ from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.gluon_names import copy_values
 from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.linear import gated_linear, linear
-from specdec.kernels.gpu.online import NUM_SMALL
+from specdec.kernels.gpu.online import BY_CONTEXT, NUM_SMALL
 from specdec.kernels.gpu.tiles import tile_of
 from specdec.kernels.gpu.tma import takes_tma
 from specdec.kernels.slabs import to_slabs
@@ -46,8 +46,7 @@ def native() -> None:
 def pair() -> None:
     """Attention over native pages by two warp groups that share what a third one has brought."""
     for nodes in (32, 55):
-        for first in (4, NUM_SMALL):
-            _attend(("native", 128, 16, 2, nodes), WAYS["pair"], first)
+        _attend(("native", 128, 16, 2, nodes), WAYS["pair"], BY_CONTEXT)
 
 
 def codes() -> None:

@@ -28,7 +28,15 @@ from specdec.kernels.gpu.codes import HEAD_DIM
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.hopper import KEY_TILE, HopperKernel
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
-from specdec.kernels.gpu.online import LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, num_parts, num_splits
+from specdec.kernels.gpu.online import (
+    BY_CONTEXT,
+    LARGE_SPLIT,
+    NUM_SMALL,
+    SMALL_SPLIT,
+    first_part,
+    num_parts,
+    num_splits,
+)
 from specdec.kernels.gpu.pages import pointers
 from specdec.kernels.gpu.pair import PAIR
 from specdec.kernels.gpu.single import SINGLE
@@ -49,8 +57,8 @@ WAYS: dict[str, HopperKernel] = {
     "native": NATIVE,
     "narrow": NATIVE_NARROW,
 }
-MERGED = ("wide", "pair", "native", "narrow")
-"""They can take many splits together, or one; `pair` takes several."""
+MERGED = ("wide", "native", "narrow")
+"""They can take many splits together, or one; of `pair` that is found by each context."""
 NARROW = [
     ("int8", 64, 16, 2, 3),
     ("fp8", None, 32, 2, 4),
@@ -87,7 +95,7 @@ CASES = [(name, shape) for name in WAYS for shape in SHAPES[name]]
 
 def first_of(name: str) -> int:
     """How many splits the first part takes where a kernel takes as few as it can."""
-    return 4 if name == "pair" else 1
+    return BY_CONTEXT if name == "pair" else 1
 
 
 @dataclass(frozen=True)
@@ -173,7 +181,8 @@ def test_states_of_parts(name: str, shape: Shape, first: int, chains: bool, monk
         sequence, node = divmod(row, nodes)
         context = contexts[sequence]
         seen = context + node + 1 if chains else context // TILE * TILE
-        for part, splits in parts_of(seen, first, chains=chains):
+        merged = first or first_part(context, way.programs(b.work, kv_heads), b.q.shape[2])
+        for part, splits in parts_of(seen, merged, chains=chains, apart=first == 1):
             at = part, row
             want_m, want_total, want_acc = b.attended(
                 row, splits.start * SMALL_SPLIT, min(splits.stop * SMALL_SPLIT, seen)
@@ -225,10 +234,9 @@ def test_programs_wait_for_what_the_kernel_before_writes(
 
 @pytest.mark.skipif(ON_GPU, reason="bits are compared there")
 @pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize("first", [2, 5, NUM_SMALL])
 @pytest.mark.parametrize("programs", [1, 2, 3, 9])
 def test_splits_are_shared_by_any_number_of_programs(
-    programs: int, first: int, chains: bool, monkeypatch: pytest.MonkeyPatch
+    programs: int, chains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states of long contexts are those that the kernel with a program for each part leaves."""
     contexts, nodes, found = [4096 + 127, 2048, 2047, 3000, 40], 17, []
@@ -236,17 +244,43 @@ def test_splits_are_shared_by_any_number_of_programs(
     b.work.ancestors[nodes - 1] = 0  # all of a second tile
     b.work.ancestors[nodes : nodes + 16] = 0  # and of a first one
     real = (b.work.ancestors != 0).nonzero()[:, 0]
-    parts = num_parts(max(contexts) + nodes, first, 1 if chains else 2)
+    parts = num_parts(max(contexts) + nodes, BY_CONTEXT, 1 if chains else 2)
     sizes = {"H": GROUP, "G": 1, "D": 64, "BLOCK_SIZE": 16, "SMALL": SMALL_SPLIT // TILE, "NUM": NUM_SMALL}
     sizes |= {"LARGE": LARGE_SPLIT // TILE, "PDL": False}
     monkeypatch.setattr(pair, "multiprocessors", lambda device: programs * len(contexts))
-    for way in NATIVE, PAIR:
-        monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
-        states = [torch.full((parts, len(b.q), GROUP, *size), torch.nan) for size in ((), (), (64,))]
+    merged = [first_part(context, PAIR.programs(b.work, 1), 64) for context in contexts]
+    for way, first in ((PAIR, BY_CONTEXT), *((NATIVE, max(2, first)) for first in merged)):
+        monkeypatch.setattr(way, "kernel", way.kernel if isinstance(way.kernel, InTorch) else InTorch(way.kernel))
+        states = [torch.full((parts + 1, len(b.q), GROUP, *size), torch.nan) for size in ((), (), (64,))]
         way.attend(b.q, [pointers(side) for side in b.pages], states, b.work, SCALE, parts, first, sizes)
         found.append(states)
-    for want, got in zip(*found, strict=True):
-        torch.testing.assert_close(got[:, real], want[:, real], rtol=1e-6, atol=1e-6, equal_nan=True)
+    for sequence, want in enumerate(found[1:]):
+        rows = real[real // nodes == sequence]
+        if merged[sequence] == 1:  # of which the other kernel has no parts like these
+            continue
+        for x, y in zip(found[0], want, strict=True):
+            torch.testing.assert_close(x[:, rows], y[:, rows], rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert sum(first > 1 for first in merged) >= 4
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 4, 8, 16])
+def test_the_first_part_is_the_largest_that_no_other_program_ends_before(programs: int) -> None:
+    """Of tiles that are shared as whole splits: its program merges them, and none waits for it."""
+    for context in (0, 63, 64, 1000, 2047, 2048, 2112, 3000, 4096, 4160, 6144, 8192, 12288, 20000, 32768, 131072):
+        tiles, first = context // TILE, first_part(context, programs, DIM)
+        if programs == 1:
+            assert first > num_splits(context + 64)
+            continue
+        unit = 2 if tiles <= 32 else 16
+
+        def others(mine: int, tiles: int = tiles, unit: int = unit) -> int:
+            units = -(-max(0, tiles - mine) // unit)
+            return -(-units // (programs - 1)) * unit
+
+        most = max((n for n in range(unit, tiles + unit, unit) if others(n) >= n), default=unit)
+        assert first == num_splits(most * TILE), f"{context} tokens"
+    assert [first_part(n, 2, DIM) for n in (2048, 4096, 8192)] == [8, 16, 18]
+    assert [first_part(n, 8, DIM) for n in (2048, 8192, 32768)] == [2, 8, 18]
 
 
 def test_tiles_of_nodes_come_in_pairs() -> None:
@@ -267,8 +301,11 @@ def parts_in(pages: Pages) -> list[Tensor]:
     return [pages] if isinstance(pages, Tensor) else [pages.codes, pages.scales]
 
 
-def parts_of(seen: int, first: int, *, chains: bool) -> list[tuple[int, range]]:
-    """Where the states of so many keys are, and the small splits that each is of; a tree's last one is alone."""
+def parts_of(seen: int, first: int, *, chains: bool, apart: bool) -> list[tuple[int, range]]:
+    """Where the states of so many keys are, and the small splits that each is of; a tree's last one is alone.
+
+    Where all splits are `apart`, a part is as far behind as its split.
+    """
     if chains:
         count = num_splits(seen)
         whole = count
@@ -277,7 +314,7 @@ def parts_of(seen: int, first: int, *, chains: bool) -> list[tuple[int, range]]:
         count = whole + 1
     found = [(0, range(min(first, whole)))] if whole else []
     found += [(split - first + 1, range(split, split + 1)) for split in range(first, whole)]
-    return found if chains else [*found, (whole if first == 1 else max(1, count - first), range(whole, count))]
+    return found if chains else [*found, (whole if apart else max(1, count - first), range(whole, count))]
 
 
 def only(way: HopperKernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,12 +357,12 @@ def test_which_kernel_reads_a_batch(
     [
         (1, 1, 512, "narrow", 1), (32, 4, 8192, "narrow", 1), (64, 1, 512, None, None), (1, 8, 1024, "native", 1),
         (8, 16, 1024, "native", 1), (16, 16, 1024, "native", 16), (8, 16, 8192, "native", 16),
-        (1, 64, 2048, "native", 1), (1, 64, 8192, "pair", 8), (1, 64, 32768, "pair", 16), (1, 48, 32768, "native", 1),
-        (2, 64, 2048, "pair", 4), (2, 64, 8192, "pair", 8), (4, 64, 1024, "pair", 4), (4, 64, 2048, "pair", 8),
-        (4, 64, 8192, "pair", 16), (8, 64, 1024, "pair", 16), (8, 64, 4096, "pair", 16), (16, 64, 2048, "pair", 16),
-        (8, 8, 32768, "native", 1), (1, 32, 2048, "native", 1), (1, 32, 32768, "pair", 8), (2, 32, 32768, "pair", 16),
-        (4, 32, 1024, "native", 1), (4, 32, 2048, "pair", 4), (8, 48, 16384, "native", 16), (8, 32, 4096, "pair", 8),
-        (16, 32, 1024, "pair", 16),
+        (1, 64, 2048, "native", 1), (1, 64, 8192, "pair", 0), (1, 64, 32768, "pair", 0), (1, 48, 32768, "native", 1),
+        (2, 64, 2048, "pair", 0), (2, 64, 8192, "pair", 0), (4, 64, 1024, "pair", 0), (4, 64, 2048, "pair", 0),
+        (4, 64, 8192, "pair", 0), (8, 64, 1024, "pair", 0), (8, 64, 4096, "pair", 0), (16, 64, 2048, "pair", 0),
+        (8, 8, 32768, "native", 1), (1, 32, 2048, "native", 1), (1, 32, 32768, "pair", 0), (2, 32, 32768, "pair", 0),
+        (4, 32, 1024, "native", 1), (4, 32, 2048, "pair", 0), (8, 48, 16384, "native", 16), (8, 32, 4096, "pair", 0),
+        (16, 32, 1024, "pair", 0),
     ],
 )  # fmt: skip
 def test_which_kernel_reads_native_pages(
@@ -349,11 +386,11 @@ def test_many_nodes_share_keys_sooner_where_contexts_are_known(monkeypatch: pyte
     table, rows = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
     pages, sizes = pointers(torch.zeros(1, 16, 8, DIM)), {"G": 8, "SOFTCAP": False, "WINDOW": 0}
     q, taken = torch.zeros(1, 32, DIM, dtype=torch.bfloat16), []
-    for context in (3008, 3072, 4096, 10240, 20480):
+    for context in (3008, 3072, 4096):
         bound = uniform_work(1, 64, table, table[:, 0], rows, rows, GROUP, context, True)
         for work in (bound, replace(bound, early=False)):
-            taken.append(PAIR.first(work, 8) if PAIR.takes(q, pages, work, sizes) else 0)
-    assert taken == [0, 0, 0, 4, 4, 4, 8, 16, 16, 16]
+            taken.append(PAIR.takes(q, pages, work, sizes))
+    assert taken == [False, False, False, True, True, True]
 
 
 def one_block(kind: str) -> QuantizedPages:
@@ -378,28 +415,38 @@ def test_bits_are_those_of_the_kernels_that_keep_values(
     only(way, monkeypatch)
     monkeypatch.setattr(way, "takes", lambda *args: True)
     monkeypatch.setattr(way, "attend", lambda *args, attend=way.attend: launched.append(attend(*args)))
-    for splits in (4, 8, NUM_SMALL) if name == "pair" else (1, NUM_SMALL if name in MERGED else 1):
+    for splits, count in ways_to_share(name, len(b.work.tree_tiles)):
         monkeypatch.setattr(way, "first", lambda *args, splits=splits: splits)
-        for count in (1, 5 * len(b.work.tree_tiles), 1 << 20) if name == "pair" else (1,):
-            monkeypatch.setattr(pair, "multiprocessors", lambda device, count=count: count)
-            assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
-    assert len(launched) == (9 if name == "pair" else 2), "all were of the same kernel"
+        monkeypatch.setattr(pair, "multiprocessors", lambda device, count=count: count)
+        assert torch.equal(attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE), want)
+    assert len(launched) == len(ways_to_share(name, 1)), "all were of the same kernel"
+
+
+def ways_to_share(name: str, num_tiles: int) -> list[tuple[int, int]]:
+    """How many splits are the first part, and by how many multiprocessors tiles of nodes share a context."""
+    if name == "pair":
+        return [(BY_CONTEXT, count) for count in (1, 2 * num_tiles, 5 * num_tiles, 1 << 20)]
+    return [(1, 1), (3 if name in MERGED else 1, 1), (NUM_SMALL if name in MERGED else 1, 1)]
 
 
 @pytest.mark.skipif(ON_GPU, reason="the test before is for it")
-@pytest.mark.parametrize(("name", "nodes"), [("single", 3), ("direct", 3), ("wide", 11), ("native", 11), ("narrow", 3)])
+@pytest.mark.parametrize("chains", [True, False])
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("single", 3), ("direct", 3), ("wide", 11), ("pair", 20), ("native", 11), ("narrow", 3)]
+)
 @pytest.mark.parametrize("contexts", [[200, 63, 321], [1100, 2100, 0]], ids=str)
-def test_chains_whose_splits_are_merged(
-    name: str, nodes: int, contexts: list[int], monkeypatch: pytest.MonkeyPatch
+def test_splits_that_are_merged(
+    name: str, nodes: int, contexts: list[int], chains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = "native" if name in ("native", "narrow") else "int8"
-    b = make_batch((kind, 64, 16, 2, nodes), contexts, chains=True)
+    kind = "native" if name in ("pair", "native", "narrow") else "int8"
+    b = make_batch((kind, 64, 16, 2, nodes), contexts, chains=chains)
     way = WAYS[name]
     only(way, monkeypatch)
     monkeypatch.setattr(way, "takes", lambda *args: True)
     monkeypatch.setattr(way, "kernel", InTorch(way.kernel))
-    for splits in (1, 3 if name in MERGED else 1):
+    for splits, count in ways_to_share(name, len(b.work.tree_tiles))[:3]:
         monkeypatch.setattr(way, "first", lambda *args, splits=splits: splits)
+        monkeypatch.setattr(pair, "multiprocessors", lambda device, count=count: count)
         got = attention.tree_attention(b.q, *b.pages, b.work, scale=SCALE)
         for row in range(len(b.q) - 1):
             _, total, acc = b.attended(row, 0, int(b.work.positions[row]) + 1)
@@ -498,10 +545,10 @@ def test_two_tiles_of_nodes_share_what_is_brought(dim: int) -> None:
     """
     kernels = on_hopper(f"""
 import re
+from specdec.kernels.gpu.online import BY_CONTEXT
 from tests.hopper import COMPILED, assembly, attend, registers, warnings
-for first in (4, 8, 16):
-    for chains in (True, False):
-        attend(None, 64, chains=chains, codes="PAIR", first=first, dim={dim})
+for chains in (True, False):
+    attend(None, 64, chains=chains, codes="PAIR", first=BY_CONTEXT, dim={dim})
 for name, made in COMPILED:
     if name == "pair_kernel":
         weighing = [block for block in re.split("BRA", assembly(made)) if "tnspB" in block]
@@ -511,12 +558,14 @@ for name, made in COMPILED:
         made_of = str(made["ttgir"]), made["ptx"], handed, made["shared"]
         print((*made_of, registers(made), warnings(made), spills, beside))
 """)
-    assert len(kernels) == 6
+    assert len(kernels) == 2
     for ttgir, ptx_text, handed, shared, (count, stack), said, spills, beside in kernels:
         assert handed == {"i8"}, "warps are told which part they run, and nothing else"
         assert shared <= 227 << 10 and count <= 168 and stack <= 96 and not said
         assert len(spills) == 6 and not any(spills), "a few words are in memory, but none in the loops of both groups"
-        assert len(beside) == 6 and all(beside), "maxima are found while values are multiplied"
+        assert len(beside) == 6 and (all(beside) or (dim == 64 and sum(beside) >= 3)), (
+            "maxima are found while values are multiplied"
+        )
         _, _, used = of_shared_memory(ttgir)
         weights, one, values = "tensor<64x64xbf16", "memdesc<64x8xbf16", f"memdesc<64x{dim}xbf16"
         assert used == {(weights, one), (weights, values), (values, f"memdesc<{dim}x64xbf16")}

@@ -141,8 +141,12 @@ def test_tma_is_taken_where_it_keeps_a_gpu_busy() -> None:
         for n in (1, 16, 32, 64):
             tile = tile_of(n, out, k, num_weights, tma=True)
             assert tile.tma and out >= TMA_PROGRAMS * tile.out and tile.rows == max(n, 16)
-    assert [tile_of(n, 4096, 14336, tma=True).rows for n in (1, 16, 17, 32, 64)] == [16, 16, 32, 32, 32]
-    for n, out, k in ((1, 2048, 2048), (64, 1024, 4096), (16, 576, 576), (65, 4096, 4096)):
+    assert [tile_of(4, out, 4096, tma=True).out for out in (6144, 5120)] == [128, 64], (
+        "a few rows of a wide one take fewer"
+    )
+    assert [tile_of(n, 6144, 4096, tma=True).out for n in (1, 2, 4, 5)] == [64, 128, 128, 64]
+    assert [tile_of(n, 4096, 14336, tma=True).rows for n in (2, 16, 17, 32, 64)] == [16, 16, 32, 32, 32]
+    for n, out, k in ((1, 2048, 2048), (64, 1024, 4096), (16, 576, 576), (65, 4096, 4096), (1, 4096, 14336)):
         assert not tile_of(n, out, k, tma=True).tma
 
 
@@ -193,23 +197,28 @@ for capability, room in (80, 163 << 10), (89, 99 << 10), (100, 227 << 10), (120,
 
 
 def test_tma_brings_all_operands_of_a_large_models_products() -> None:
-    """As they are compiled: no thread copies, and the matrix instructions are those of warp groups."""
+    """As they are compiled: no thread copies, and the matrix instructions are those of warp groups.
+
+    But for tiles of 32 outputs, of which a warp group would take 64.
+    """
     made = on_hopper("""
 import re
 from tests.hopper import COMPILED, multiply
-SHAPES = (6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (128256, 4096, False), (4096, 14336, False)
-for rows in 1, 16, 32, 64:
-    for out, k, gated in SHAPES:
+SHAPES = (6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (128256, 4096, False), (4096, 16384, False)
+for rows in 1, 4, 16, 32, 64:
+    for out, k, gated in SHAPES[:4] if rows == 1 else SHAPES:
         for slabs in False, True:
             multiply(out, k, rows=rows, gated=gated, by_tma=True, slabs=slabs)
 for name, found in COMPILED:
     instructions = re.findall(r"(cp.async[.a-z]+|mma.sync|wgmma.mma_async)", found["ptx"])
     print((name, found["shared"], sorted(set(instructions))))
 """)
-    assert len(made) == 40
+    assert len(made) == 48
     for name, shared, instructions in made:
         assert name == "_tma_kernel" and 128 << 10 < shared <= 227 << 10
-        assert [i.split(".global")[0] for i in instructions] == ["cp.async.bulk.tensor.", "wgmma.mma_async"]
+        copies, *products = (i.split(".global")[0] for i in instructions)
+        assert copies == "cp.async.bulk.tensor." and products in (["wgmma.mma_async"], ["mma.sync"])
+    assert sum("mma.sync" in instructions for _, _, instructions in made) == 4
 
 
 def test_tma_is_taken_where_rows_stand_at_addresses_that_it_can_load_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,16 @@ from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.launch import overlap
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
-from specdec.kernels.gpu.online import LARGE_SPLIT, MANY_HEADS, NUM_SMALL, SMALL_SPLIT, key_tile, num_parts
+from specdec.kernels.gpu.online import (
+    BY_CONTEXT,
+    LARGE_SPLIT,
+    MANY_HEADS,
+    NUM_SMALL,
+    SMALL_SPLIT,
+    first_part,
+    key_tile,
+    num_parts,
+)
 from specdec.kernels.gpu.pages import PagePointers, pointers
 from specdec.kernels.gpu.pair import PAIR
 from specdec.kernels.gpu.single import SINGLE
@@ -41,7 +50,7 @@ class _Call:
     """One call's tensors, and what is compiled in: `sizes` for all kernels, `shape` for those that read keys.
 
     `way` takes the place of the kernels that read the context of a tile of nodes, if it isn't None; `first` is how many
-    splits the first part of a context takes.
+    splits the first part of a context takes, or BY_CONTEXT, where so many `programs` share it.
     """
 
     q: Tensor
@@ -54,6 +63,7 @@ class _Call:
     shape: dict[str, object]
     way: HopperKernel | None
     first: int
+    programs: int
 
     @property
     def options(self) -> dict[str, int]:
@@ -124,7 +134,8 @@ def tree_attention(
     way = next((way for way in ways if way.takes(q, pages[0], work, shape)), None)
     native = pages[0].kind.value == "native"
     first = _first_part(work, num_kv_heads, native, window) if way is None else way.first(work, num_kv_heads)
-    call = _Call(q, pages, num_kv_heads, torch.empty_like(q), work, factors, sizes, shape, way, first)
+    programs = 1 if way is None else way.programs(work, num_kv_heads)
+    call = _Call(q, pages, num_kv_heads, torch.empty_like(q), work, factors, sizes, shape, way, first, programs)
     if len(work.chunk_tiles):
         _run_chunks(call)
     if work.chains:
@@ -167,8 +178,9 @@ def _run_trees(call: _Call) -> None:
     programs = num_nodes * call.num_kv_heads
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
-        work.positions, work.ancestors, table.stride(0), num_nodes, work.nodes_per_sequence, *call.factors,
-        FIRST=call.first, BLOCK_M=call.group_block, num_warps=4 if programs <= 256 else 2, num_stages=1, **call.shape,
+        work.positions, work.ancestors, table.stride(0), num_nodes, work.nodes_per_sequence, call.programs,
+        *call.factors, FIRST=call.first, BLOCK_M=call.group_block, num_warps=4 if programs <= 256 else 2, num_stages=1,
+        **call.shape,
     )  # fmt: skip
 
 
@@ -185,19 +197,25 @@ def _run_chains(call: _Call) -> None:
             FIRST=call.first, WHOLE=whole, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not whole:
+        if call.first == BY_CONTEXT:  # of the longest one
+            parts = num_parts(_keys(call), first_part(work.max_context, call.programs, call.q.shape[2]), 1)
         heads = 1 if call.first == 1 or parts > 8 else 2  # of many rows, with few states each
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
-            call.out, *state, work.positions, work.ancestors, num_rows, FIRST=call.first, HEADS=heads,
-            SIXTEEN=heads == 1 and parts > 8, num_warps=1, **sizes,
+            call.out, *state, work.context_lens, work.positions, work.ancestors, num_rows, work.nodes_per_sequence,
+            call.programs, FIRST=call.first, HEADS=heads, SIXTEEN=heads == 1 and parts > 8, num_warps=1, **sizes,
         )  # fmt: skip
 
 
 def _states(call: _Call) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Room for each part's, node's and head's state: maximum, sum of weights, weighted values; how many parts."""
     num_heads, head_dim = call.q.shape[1:]
-    keys = call.work.max_context + max(1, call.work.nodes_per_sequence)
-    parts = num_parts(keys, call.first, 1 if call.work.chains else 2)
+    parts = num_parts(_keys(call), call.first, 1 if call.work.chains else 2)
     size = parts * len(call.work.tree_rows) * num_heads
     room = torch.empty(size * (head_dim + 2), dtype=torch.float32, device=call.q.device)
     return (room[:size], room[size : 2 * size], room[2 * size :]), parts
+
+
+def _keys(call: _Call) -> int:
+    """The most keys that a row sees."""
+    return call.work.max_context + max(1, call.work.nodes_per_sequence)

@@ -15,6 +15,7 @@ from specdec.kernels.gpu.online import (
     bits_of,
     both_worth,
     empty,
+    first_by_context,
     load_q,
     merge,
     part_of_program,
@@ -175,15 +176,18 @@ def _merge_parts(
     tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "nodes", "programs"])
 def merge_kernel(
     out_ptr,
     m_ptr,
     total_ptr,
     acc_ptr,
+    context_ptr,
     positions_ptr,
     ancestors_ptr,
     num_rows,
+    nodes,
+    programs,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -200,10 +204,15 @@ def merge_kernel(
 
     Only their states come from the kernel before, which has waited for all others. A program of one warp takes a few
     instructions a part, since maximum and sum of weights are two numbers: it waits for its loads, as many others do.
+    `nodes` of a sequence and `programs` are for `FIRST` by the context.
     """
     row = tl.program_id(0)
     position = tl.load(positions_ptr + row).to(tl.int32)
-    count = part_with(split_of(position // TILE, SMALL, NUM, LARGE), FIRST) + 1
+    first = FIRST
+    if FIRST == 0:
+        context = tl.load(context_ptr + row // nodes).to(tl.int32)
+        first = first_by_context(context, programs, TILE, SMALL, NUM, LARGE)
+    count = part_with(split_of(position // TILE, SMALL, NUM, LARGE), first) + 1
     if tl.load(ancestors_ptr + row) == 0:
         count = 0
     nothing = position >> 31  # a row's that sees keys

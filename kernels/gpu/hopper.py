@@ -117,6 +117,24 @@ def split_of(tile, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
 
 
 @gluon.jit
+def first_by_context(context, programs, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
+    """How many splits the first part takes where programs share a context, as `first_by_context` of `gpu/online.py`."""
+    tiles, others = context // KEY_TILE, gl.maximum(programs - 1, 1)
+    unit = gl.where(tiles > SMALL * NUM, LARGE, SMALL)
+    mine = _units(tiles, programs, unit)
+    theirs = _units(gl.maximum(tiles - mine, 0), others, unit)
+    mine = gl.maximum(gl.where(theirs < mine, mine - unit, mine), unit)
+    return gl.where(programs > 1, split_of(mine, SMALL, NUM, LARGE), NUM + tiles)
+
+
+@gluon.jit
+def _units(tiles, programs, unit):
+    """The tiles of a program's share, in whole units."""
+    share = (tiles + programs - 1) // programs
+    return (share + unit - 1) // unit * unit
+
+
+@gluon.jit
 def part_of(
     tile, splits, lane, reads, table_ptr, table_stride, GROUP: gl.constexpr, CHAINS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr,
@@ -245,11 +263,15 @@ class HopperKernel:
     max_merged: int | None = None
 
     def first(self, work: AttentionWork, num_kv_heads: int) -> int:
-        """Return how many splits the first part of a context takes."""
+        """Return how many splits the first part of a context takes, or BY_CONTEXT, where `programs` share one."""
         if self.merged is None or (self.max_merged is not None and work.max_context > self.max_merged):
             return 1
         power, least = self.merged
         return NUM_SMALL if (len(work.tree_tiles) * num_kv_heads) ** power * work.max_context >= least else 1
+
+    def programs(self, work: AttentionWork, num_kv_heads: int) -> int:
+        """Return how many programs share the context of a key head."""
+        return 1
 
     def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
         """Return whether this kernel is the faster one for a batch, of those that it is made for.
@@ -288,7 +310,7 @@ class HopperKernel:
             work: the batch, of chains or of trees.
             scale: factor on the scores.
             num_parts: how many there are.
-            first: splits that the first part takes.
+            first: splits that the first part takes, or BY_CONTEXT.
             sizes: what attention kernels are compiled for.
         """
         given = sizes | {"FIRST": first, "ROWS": self.rows}

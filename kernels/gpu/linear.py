@@ -69,7 +69,7 @@ def _load_x(x_ptr, x_at, k, at, row, num_rows, K: tl.constexpr, BLOCK_K: tl.cons
 def _load_weights(w_at, k, at, K: tl.constexpr, BLOCK_K: tl.constexpr, SLAB_SIZE: tl.constexpr, SLAB: tl.constexpr):
     """Step k of a tile's weights, [BLOCK_K, BLOCK_OUT]; `SLAB_SIZE` is 0 of those by rows."""
     if SLAB_SIZE > 0:
-        w = tl.load(w_at + (tl.cast(k // SLAB, tl.int64) * SLAB_SIZE + k % SLAB))
+        w = tl.load(w_at + tl.multiple_of(tl.cast(k // SLAB, tl.int64) * SLAB_SIZE + k % SLAB, BLOCK_K))
     elif K % BLOCK_K == 0:
         w = tl.load(w_at + k)
     else:

@@ -26,6 +26,11 @@ MANY_HEADS = {16: 384, 32: 256, 64: 256}
 takes the small splits of a tile together. Of fewer heads it would be the last one to end."""
 
 
+BY_CONTEXT = 0
+"""In place of how many splits the first part of a context takes: the device finds it by the context's length, where so
+many programs share one (`first_by_context`)."""
+
+
 def key_tile(head_dim: int) -> int:
     """Keys of a tile."""
     return 64 if head_dim <= 128 else 32
@@ -42,16 +47,45 @@ def num_splits(max_keys: int) -> int:
 def num_parts(max_keys: int, first: int, least: int) -> int:
     """Parts that as many positions reach into, if the first one takes so many splits, or `least` where it takes many.
 
-    A tree's last split is a part of its own: it has at least two, then.
+    A tree's last split is a part of its own: it has at least two, then. Where each context says how many that are, each
+    split may be a part.
     """
     splits = num_splits(max_keys)
-    return splits if first == 1 else max(least, splits - (first - 1))
+    return splits if first == 1 else max(least, splits - max(first - 1, 0))
+
+
+def first_part(context: int, programs: int, head_dim: int) -> int:
+    """How many splits the first part of a context takes, where so many programs share it; see `first_by_context`."""
+    tile = key_tile(head_dim)
+    tiles, small, large = context // tile, SMALL_SPLIT // tile, LARGE_SPLIT // tile
+    if programs == 1:
+        return NUM_SMALL + tiles
+    unit = large if tiles > small * NUM_SMALL else small
+    mine = -(-tiles // (programs * unit)) * unit
+    theirs = -(-max(tiles - mine, 0) // ((programs - 1) * unit)) * unit
+    return num_splits(max(mine - unit if theirs < mine else mine, unit) * tile)
 
 
 @triton.jit
 def split_of(tile, SMALL: tl.constexpr, NUM: tl.constexpr, LARGE: tl.constexpr):
     """The split that a tile is in."""
     return tl.where(tile < SMALL * NUM, tile // SMALL, NUM + (tile - SMALL * NUM) // LARGE)
+
+
+@triton.jit
+def first_by_context(
+    context, programs, TILE: tl.constexpr, SMALL: tl.constexpr, NUM: tl.constexpr, LARGE: tl.constexpr
+):
+    """How many splits the first part takes where so many programs share a context: all that the first of them has.
+
+    It has as many tiles as another one may have: those are of whole splits, where there are large ones of such.
+    """
+    tiles, others = context // TILE, tl.maximum(programs - 1, 1)
+    unit = tl.where(tiles > SMALL * NUM, LARGE, SMALL)
+    mine = tl.cdiv(tl.cdiv(tiles, programs), unit) * unit
+    theirs = tl.cdiv(tl.cdiv(tl.maximum(tiles - mine, 0), others), unit) * unit
+    mine = tl.maximum(tl.where(theirs < mine, mine - unit, mine), unit)
+    return tl.where(programs > 1, split_of(mine, SMALL, NUM, LARGE), NUM + tiles)
 
 
 @triton.jit
@@ -73,18 +107,18 @@ def splits_of(part, FIRST: tl.constexpr):
 
 
 @triton.jit
-def part_with(split, FIRST: tl.constexpr):
-    """The part that a split is in."""
-    return tl.maximum(split - (FIRST - 1), 0)
+def part_with(split, first):
+    """The part that a split is in, if the first one takes so many."""
+    return tl.maximum(split - (first - 1), 0)
 
 
 @triton.jit
-def part_of_last(split, FIRST: tl.constexpr):
+def part_of_last(split, first, FIRST: tl.constexpr):
     """Where the state of a tree's last split is, which is never merged with those before it."""
-    if FIRST > 1:
-        return tl.maximum(split - (FIRST - 1), 1)
-    else:
+    if FIRST == 1:
         return split
+    else:
+        return tl.maximum(split - (first - 1), 1)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from specdec.kernels.gpu.gluon_names import copy_box, group_barrier
 from specdec.kernels.gpu.hopper import (
     KEY_TILE,
     HopperKernel,
+    first_by_context,
     new_maximum,
     query_rows,
     seen,
@@ -50,7 +51,7 @@ from specdec.kernels.gpu.native import (
     times,
     tops,
 )
-from specdec.kernels.gpu.online import NUM_SMALL
+from specdec.kernels.gpu.online import BY_CONTEXT, num_splits
 from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.work import AttentionWork
 
@@ -64,12 +65,6 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 LEAST, LEAST_OF_BOUND = 6, 8
 """Tiles of keys a program from which on this kernel is the faster one, where contexts are known and where the longest
 is a bound (`benchmarks/kernels_gpu.py pairs`)."""
-FEW_SPLITS, SOME_SPLITS = 4, 8
-"""How many small splits the first program takes where each has few tiles of keys, and where it has more."""
-SOME_TILES, MANY_TILES = 12, 20
-"""From so many tiles on they are more, and from so many on they are all."""
-SMALL_UNITS = gl.constexpr(2)
-"""How many large splits take about as long as all small ones."""
 
 
 @gluon.constexpr_function
@@ -125,28 +120,19 @@ def _after(slot, phase):
 
 
 @gluon.jit
-def _splits_of(
-    part, parts, end, last_split, FIRST: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr
-):
+def _splits_of(part, parts, first, end, last_split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
     """The first of a program's splits and where they end, if so many programs share them all, as evenly as they can.
 
-    The first program takes the first part. Where these are all small splits, it has large ones, too, if it would end
-    before others. Else each other program begins with the split that its share of the tiles before `end` begins in.
+    The first program takes the `first` splits. Each other one begins with the split that its share of the tiles behind
+    them, up to `end`, begins in.
     """
-    if FIRST < NUM:
-        start = start_of(FIRST, SMALL, NUM, LARGE)
-        rest = gl.maximum(end - start, 0)
-        others = gl.maximum(parts - 1, 1)
-        first_split = split_of(start + gl.maximum(part - 1, 0) * rest // others, SMALL, NUM, LARGE)
-        end_split = split_of(start + part * rest // others, SMALL, NUM, LARGE)
-        first_split = gl.where(part == 0, 0, gl.minimum(first_split, last_split + 1))
-        return first_split, gl.where(part + 1 == parts, last_split + 1, gl.minimum(end_split, last_split + 1))
-    else:
-        units = SMALL_UNITS + gl.maximum(last_split + 1 - NUM, 0)
-        first, end = part * units // parts, (part + 1) * units // parts
-        first_split = gl.where(first == 0, 0, gl.maximum(first, SMALL_UNITS) + (NUM - SMALL_UNITS))
-        end_split = gl.minimum(gl.maximum(end, SMALL_UNITS) + (NUM - SMALL_UNITS), last_split + 1)
-        return first_split, gl.where(first == end, first_split, end_split)
+    start = start_of(first, SMALL, NUM, LARGE)
+    rest = gl.maximum(end - start, 0)
+    others = gl.maximum(parts - 1, 1)
+    first_split = split_of(start + gl.maximum(part - 1, 0) * rest // others, SMALL, NUM, LARGE)
+    end_split = split_of(start + part * rest // others, SMALL, NUM, LARGE)
+    first_split = gl.where(part == 0, 0, gl.minimum(first_split, last_split + 1))
+    return first_split, gl.where(part + 1 == parts, last_split + 1, gl.minimum(end_split, last_split + 1))
 
 
 @gluon.jit
@@ -168,7 +154,7 @@ def _seen_by(tile, other, reads, WARPS: gl.constexpr, GROUP: gl.constexpr, CHAIN
 @gluon.jit
 def _part_of(
     where, reads, WARPS: gl.constexpr, CHAINS: gl.constexpr, GROUP: gl.constexpr, SMALL: gl.constexpr,
-    NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
+    NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """What a program is for, which each of its groups of warps finds for itself, so that nothing is handed over.
 
@@ -178,28 +164,31 @@ def _part_of(
         WARPS: of the group.
 
     Returns:
-        Both tiles; the first split, where they end, and the last one that there is; the first tile of keys, where they
-        end, where those end that all rows see, and the last key that any row sees.
+        Both tiles; the first split, where they end, the last one that there is, and where those of the first part end;
+        the first tile of keys, where they end, where those end that all rows see, and the last key that any row sees.
     """
     tiles_ptr, _, _, early = where
     if early == 0:
         wait_for_kernels(PDL)
-    pair, part = gl.program_id(1), gl.program_id(2)
+    pair, part, parts = gl.program_id(1), gl.program_id(2), gl.num_programs(2)
     tile, other = tile_at(tiles_ptr, 2 * pair), tile_at(tiles_ptr, 2 * pair + 1)
     last, end, whole = _seen_by(tile, other, reads, WARPS, GROUP, CHAINS)
     MERGED: gl.constexpr = 1 if CHAINS else 0
     last_split = split_of(gl.maximum(end - MERGED, 0), SMALL, NUM, LARGE)
-    first_split, end_split = _splits_of(part, gl.num_programs(2), end, last_split, FIRST, SMALL, NUM, LARGE)
+    context_ptr, _, _ = reads
+    first_part = first_by_context(gl.load(context_ptr + tile[0]).to(gl.int32), parts, SMALL, NUM, LARGE)
+    end_merged = gl.minimum(first_part, last_split + MERGED)
+    first_split, end_split = _splits_of(part, parts, first_part, end, last_split, SMALL, NUM, LARGE)
     first = start_of(first_split, SMALL, NUM, LARGE)
     end = gl.minimum(start_of(end_split, SMALL, NUM, LARGE), end)
-    return tile, other, (first_split, end_split, last_split), (first, end, whole, last)
+    return tile, other, (first_split, end_split, last_split, end_merged), (first, end, whole, last)
 
 
 @gluon.jit
 def _produce(
     k_desc, v_desc, where, reads, ring,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, BLOCK_SIZE: gl.constexpr, SMALL: gl.constexpr,
-    NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
+    NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Bring what two warp groups use, as there is room.
 
@@ -208,7 +197,7 @@ def _produce(
         where, reads: as for `_part_of`.
         ring: keys and values, and barriers: what was brought, what is free, and values that are to be cleared.
     """
-    nodes, _, _, tiles = _part_of(where, reads, 1, CHAINS, H // G, SMALL, NUM, LARGE, FIRST, PDL)
+    nodes, _, _, tiles = _part_of(where, reads, 1, CHAINS, H // G, SMALL, NUM, LARGE, PDL)
     sequence, head = nodes[0], gl.program_id(0)
     first, end, whole, last = tiles
     _, table_ptr, table_stride, _ = where
@@ -315,18 +304,15 @@ def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.
 
 @gluon.jit
 def _complete(
-    to, before, split, last_split, m, total, acc,
-    H: gl.constexpr, GROUP: gl.constexpr, CHAINS: gl.constexpr, FIRST: gl.constexpr,
+    to, before, split, end, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Put a split behind those before it, if it is one of the first part, and store what is a part's.
+    """Put a split behind those before it, if it is one of the first part, up to `end`, and store what is a part's.
 
     A tree's last split goes on, and is a part of its own. Returns the state of the first part until here, which stays
     where it is: to move it to other registers would take an instruction for each of them, split by split.
     """
     states, tile, head, num_states = to
     D: gl.constexpr = acc.shape[1]
-    MERGED: gl.constexpr = 1 if CHAINS else 0
-    end = gl.minimum(FIRST, last_split + MERGED)
     m_before, total_before, acc_before = before
     if split < end:
         m_before, finite, a = new_maximum(m_before, m)
@@ -338,7 +324,7 @@ def _complete(
             m_of = row_values(m_before, ROWS, times(ROWS))
             store_state(states, tile, head, 0, num_states, m_of, total_before, acc_before, H, GROUP)
     else:
-        part = gl.maximum(split - (FIRST - 1), 1)
+        part = gl.maximum(split + 1 - end, 1)
         store_state(states, tile, head, part, num_states, row_values(m, ROWS, times(ROWS)), total, acc, H, GROUP)
     return m_before, total_before, acc_before
 
@@ -347,7 +333,7 @@ def _complete(
 def _consume(
     q_ptr, states, num_states, where, reads, scale, query, ones, ring, SECOND: gl.constexpr,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr,
-    LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
+    LARGE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One tile of nodes, by one warp group.
 
@@ -363,13 +349,13 @@ def _consume(
     keys, _, there, free, _ = ring
     D: gl.constexpr = keys.shape[2]
     GROUP: gl.constexpr = H // G
-    tile, other, splits, tiles = _part_of(where, reads, 4, CHAINS, GROUP, SMALL, NUM, LARGE, FIRST, PDL)
+    tile, other, splits, tiles = _part_of(where, reads, 4, CHAINS, GROUP, SMALL, NUM, LARGE, PDL)
     if SECOND:
         tile = other
     head = gl.program_id(0)
     to = states, tile, head, num_states
     first, end, whole, _ = tiles
-    first_split, end_split, last_split = splits
+    first_split, end_split, last_split, end_merged = splits
     lane = gl.arange(0, ROWS, row_layout(ROWS, KEY_TILE))
     position = lane
     if CHAINS:
@@ -401,13 +387,13 @@ def _consume(
             state = _attend(first, near, first, state, right, ring, position, factor, False, 2)
             state = _attend(near, to_tile, first, state, right, ring, position, factor, CHAINS, 1)
             m, total, acc, s, top, slot, phase = state
-            before = _complete(to, before, split, last_split, m, total, acc, H, GROUP, CHAINS, FIRST)
+            before = _complete(to, before, split, end_merged, m, total, acc, H, GROUP)
             first = to_tile
     if not CHAINS:  # of which the last split may have no tile that all nodes see
         mine = (first_split <= last_split) & (end_split > last_split)
         if mine & (start_of(last_split, SMALL, NUM, LARGE) >= end):
             m, total, acc = empty(ROWS, D)
-            _complete(to, before, last_split, last_split, m, total, acc, H, GROUP, CHAINS, FIRST)
+            _complete(to, before, last_split, end_merged, m, total, acc, H, GROUP)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_states", "early"])
@@ -415,7 +401,7 @@ def pair_kernel(
     q_ptr, k_desc, v_desc, m_ptr, total_ptr, acc_ptr, tiles_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr,
     table_stride, num_states, early, scale,
     CHAINS: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, FIRST: gl.constexpr, PDL: gl.constexpr,
+    SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Some of the splits of two tiles of nodes: of chains with their own keys, of trees without."""
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
@@ -439,11 +425,11 @@ def pair_kernel(
     gl.warp_specialize(
         [
             (_consume, (q_ptr, states, num_states, where, reads, scale, query.index(0), ones, ring, False,
-                        CHAINS, H, G, SMALL, NUM, LARGE, FIRST, PDL)),
+                        CHAINS, H, G, SMALL, NUM, LARGE, PDL)),
             (_consume, (q_ptr, states, num_states, where, reads, scale, query.index(1), ones, ring, True,
-                        CHAINS, H, G, SMALL, NUM, LARGE, FIRST, PDL)),
+                        CHAINS, H, G, SMALL, NUM, LARGE, PDL)),
             (_produce, (k_desc, v_desc, where, reads, ring,
-                        CHAINS, H, G, BLOCK_SIZE, SMALL, NUM, LARGE, FIRST, PDL)),
+                        CHAINS, H, G, BLOCK_SIZE, SMALL, NUM, LARGE, PDL)),
         ],
         [4, 1],
         [GROUP_REGISTERS, PRODUCER_REGISTERS],
@@ -454,15 +440,8 @@ class PairKernel(HopperKernel):
     """`pair_kernel`, whose programs each take as many splits as give all multiprocessors one program."""
 
     def first(self, work: AttentionWork, num_kv_heads: int) -> int:
-        """Return how many splits the first part of a context takes: the more, the more tiles each program has.
-
-        Each of the others is a state that is stored and merged. In captured steps contexts may be much shorter than the
-        longest one, which is a bound.
-        """
-        share = self._share(work, num_kv_heads)
-        if self._programs(work, num_kv_heads) == 1 or share >= (2 * MANY_TILES if work.early else MANY_TILES):
-            return NUM_SMALL
-        return SOME_SPLITS if share >= SOME_TILES else FEW_SPLITS
+        """Return BY_CONTEXT: in captured steps contexts may be much shorter than the longest one, which is a bound."""
+        return BY_CONTEXT
 
     def takes(self, q: Tensor, pages: PagePointers, work: AttentionWork, sizes: dict[str, Any]) -> bool:
         """Return whether this kernel is the faster one for a batch: where programs have tiles enough of its keys."""
@@ -470,31 +449,29 @@ class PairKernel(HopperKernel):
             return False
         return self._share(work, int(sizes["G"])) >= (LEAST_OF_BOUND if work.early else LEAST)
 
-    def _programs(self, work: AttentionWork, num_kv_heads: int) -> int:
-        """How many programs two tiles of nodes and a key head have."""
-        device = work.block_table.device
-        return max(1, multiprocessors(device) // (len(work.tree_tiles) // 2 * num_kv_heads))
+    def programs(self, work: AttentionWork, num_kv_heads: int) -> int:
+        """Return how many programs two tiles of nodes and a key head have, of which none is without a split."""
+        most = multiprocessors(work.block_table.device) // (len(work.tree_tiles) // 2 * num_kv_heads)
+        return max(1, min(most, num_splits(work.max_context + 1)))
 
     def _share(self, work: AttentionWork, num_kv_heads: int) -> float:
         """Tiles of keys that each of these programs has, of the longest context."""
-        return work.max_context / int(KEY_TILE.value) / self._programs(work, num_kv_heads)
+        return work.max_context / int(KEY_TILE.value) / self.programs(work, num_kv_heads)
 
     def attend(
         self, q: Tensor, pages: Sequence[PagePointers], state: Sequence[Tensor], work: AttentionWork, scale: float,
         num_parts: int, first: int, sizes: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Put down the states of parts; see `HopperKernel.attend`. The first part takes several splits."""
-        assert first > 1 and work.pairs
+        """Put down the states of parts; see `HopperKernel.attend`. The first part is the first program's."""
+        assert first == BY_CONTEXT and work.pairs
         width, block = sizes["G"] * q.shape[2], [sizes["BLOCK_SIZE"], q.shape[2]]
         boxes = [
             TensorDescriptor(x, [x.shape[0] * x.shape[1], width], [width, 1], block, KEPT.value)
             for x in (side.codes for side in pages)
         ]
-        programs = min(self._programs(work, sizes["G"]), num_parts if first < NUM_SMALL else num_parts + 1)
-        given = sizes | {"FIRST": first}
-        names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL")
-        constants = work.chains, *(given[name] for name in names)
-        self.kernel[(sizes["G"], len(work.tree_tiles) // 2, programs)](
+        names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "PDL")
+        constants = work.chains, *(sizes[name] for name in names)
+        self.kernel[(sizes["G"], len(work.tree_tiles) // 2, self.programs(work, sizes["G"]))](
             q, *boxes, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
             work.block_table.stride(0), len(work.tree_rows), int(work.early), scale, *constants, num_warps=self.warps,
             maxnreg=self.max_registers[q.shape[2]], enable_fp_fusion=False, launch_pdl=sizes["PDL"],

@@ -51,6 +51,9 @@ _MANY_ROWS_BY_TMA = {
     2: (Tile(128, 128, 64, 8, 4, True),),
 }
 """The same by TMA."""
+_SOME_ROWS_BY_TMA = Tile(64, 128, 128, 4, 4, True)
+"""By TMA, of somewhat more than 64 rows and one weight: as long as a GPU's multiprocessors have about one each."""
+ABOUT_BUSY = 144
 MANY_PRODUCTS = 1 << 32
 """Products of two numbers from which on TMA is taken for more than 64 rows. Of fewer it gains little, and what it is to
 load takes the host longer to say."""
@@ -58,9 +61,10 @@ HALF_BUSY = 66
 """Tiles from which on half of a GPU's multiprocessors have one; where they are fewer, smaller tiles are faster."""
 _TMA_TILES = {
     "gated": {
-        16: Tile(16, 128, 128, 4, 3, True),
+        8: Tile(16, 128, 128, 4, 3, True),
+        16: Tile(16, 64, 256, 4, 3, True),
         32: Tile(32, 64, 128, 4, 4, True),
-        64: Tile(64, 128, 64, 4, 4, True),
+        64: Tile(64, 128, 64, 8, 4, True),
     },
     "head": {
         16: Tile(16, 128, 128, 4, 5, True),
@@ -69,23 +73,31 @@ _TMA_TILES = {
     },
     "wide": {
         16: Tile(16, 64, 256, 4, 4, True),
-        32: Tile(32, 64, 256, 4, 4, True),
+        32: Tile(32, 64, 128, 4, 6, True),
         64: Tile(64, 64, 128, 4, 5, True),
     },
+    "few rows": {
+        4: Tile(16, 128, 128, 4, 5, True),
+    },
     "narrow": {
-        16: Tile(16, 64, 256, 4, 5, True),
-        32: Tile(32, 64, 128, 4, 8, True),
+        8: Tile(16, 64, 256, 4, 5, True),
+        16: Tile(16, 32, 256, 4, 8, True),
+        32: Tile(32, 32, 256, 4, 5, True),
         64: Tile(64, 32, 256, 4, 4, True),
     },
     "deep": {
         16: Tile(16, 64, 256, 4, 5, True),
-        64: Tile(32, 64, 128, 4, 8, True),
+        32: Tile(32, 64, 128, 4, 8, True),
+        64: Tile(32, 64, 256, 4, 4, True),
     },
 }
 """Tiles by TMA of a large model's products, by the most rows. Of many inputs, 64 rows are two tiles that share weights:
 a multiprocessor would have more to load of one with as many outputs, and all together of one with half of them."""
 TMA_PROGRAMS = 64
 """Programs from which on these tiles are taken; of fewer, each would load more than a multiprocessor can."""
+FEW_ROWS_OUT = 6144
+"""Outputs of a wide matrix from which on a few rows take fewer programs than that, and leave room to rotation and to
+attention, which has many of them then."""
 LARGE_OUT = 32768
 """Outputs from which on a matrix is a head, or as good as one."""
 
@@ -111,6 +123,8 @@ def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int
 def _tma_tile_of(num_rows: int, out: int, k: int, num_weights: int) -> Tile | None:
     """The tile by TMA of a large model's product; None: the threads' own loads are as fast, or faster."""
     if num_rows > 64:
+        if num_weights == 1 and HALF_BUSY <= _programs(num_rows, out, _SOME_ROWS_BY_TMA) <= ABOUT_BUSY:
+            return _SOME_ROWS_BY_TMA
         tiles = _MANY_ROWS_BY_TMA[num_weights] if num_rows * out * k >= MANY_PRODUCTS else ()
         return next((t for t in tiles if _programs(num_rows, out, t) >= HALF_BUSY), None)
     if num_weights == 2:
@@ -118,13 +132,15 @@ def _tma_tile_of(num_rows: int, out: int, k: int, num_weights: int) -> Tile | No
     elif out >= LARGE_OUT:
         kind = "head"
     elif out > 4096:
-        kind = "wide"
+        kind = "few rows" if 2 <= num_rows <= 4 and out >= FEW_ROWS_OUT else "wide"
     elif k <= 8192:
         kind = "narrow"
-    else:
+    elif num_rows > 1:
         kind = "deep"
+    else:
+        return None
     tile = next(tile for most, tile in _TMA_TILES[kind].items() if num_rows <= most)
-    return tile if out >= TMA_PROGRAMS * tile.out else None
+    return tile if kind == "few rows" or out >= TMA_PROGRAMS * tile.out else None
 
 
 def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Tile:

@@ -14,6 +14,7 @@ from specdec.kernels.gpu.online import (
     attend_split,
     attend_tiles,
     empty,
+    first_by_context,
     load_kv,
     load_q,
     load_state,
@@ -108,7 +109,7 @@ def context_kernel(
                 if is_last or split_of_part + 1 == tl.minimum(end_split, last_split):
                     to = part_with(split_of_part, FIRST)
                     if is_last:
-                        to = part_of_last(split_of_part, FIRST)
+                        to = part_of_last(split_of_part, FIRST, FIRST)
                     store_state(m_ptr, total_ptr, acc_ptr, to, num_nodes, node, head, ok, m, total, acc, H, D, BLOCK_D)
 
 
@@ -150,7 +151,7 @@ def _repeated(x, ROWS: tl.constexpr):
         return tl.reshape(tl.broadcast_to(x[None, :, :], [TIMES, x.shape[0], x.shape[1]]), [ROWS, x.shape[1]])
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_nodes", "nodes"])
+@triton.jit(do_not_specialize=["table_stride", "num_nodes", "nodes", "programs"])
 def tail_kernel(
     q_ptr,
     k_ptr,
@@ -168,6 +169,7 @@ def tail_kernel(
     table_stride,
     num_nodes,
     nodes,
+    programs,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
@@ -189,7 +191,7 @@ def tail_kernel(
 
     Nothing but the states comes from the kernel before, which has waited for all others: what a node's first tile is
     worth is found while that one still runs. Where each sequence has as many `nodes` and no other rows, a node's row
-    and sequence are known without a load; 0 says that they aren't.
+    and sequence are known without a load; 0 says that they aren't. `programs` is for `FIRST` by the context.
     """
     GROUP: tl.constexpr = H // G
     node_of, kv_head = tl.program_id(0), tl.program_id(1)
@@ -212,7 +214,10 @@ def tail_kernel(
     wait_for_inputs(PDL)
     last_split = split_of(shared, SMALL, NUM, LARGE)
     live = ok & (ancestors != 0)  # nobody may have put down a state of padding
-    last_part = part_of_last(last_split, FIRST)
+    first = FIRST
+    if FIRST == 0:
+        first = first_by_context(context, programs, TILE, SMALL, NUM, LARGE)
+    last_part = part_of_last(last_split, first, FIRST)
     m_of, total_of, acc_of = load_state(
         m_ptr, total_ptr, acc_ptr, last_part, num_nodes, node, head, live, H, D, BLOCK_D
     )
