@@ -330,7 +330,8 @@ def prefill(model: str, length: int, path: str | None) -> None:
     """Prefill of one long prompt, deterministic, against the same engine with cuBLAS products."""
     opened, rows = open_model(model), {}
     for deterministic in (True, False):
-        llm = make_llm(opened, drafter="none", deterministic=deterministic, max_model_len=length + 64)
+        sizes = {"max_model_len": length + 64, "prepack": None if deterministic else False}  # cuBLAS takes no slabs
+        llm = make_llm(opened, drafter="none", deterministic=deterministic, **sizes)
         times = []
         for prompt in random_prompts(4, length, llm.engine.model.vocab_size):
             torch.cuda.synchronize()

@@ -1,9 +1,12 @@
 """The Triton attention: against the torch reference, and its promise that a row's bits don't depend on its company."""
 
 import math
+import random
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.attention import tree_attention as reference
@@ -11,6 +14,7 @@ from specdec.kernels.formats import FORMATS, Pages, QuantizedPages, load, quanti
 from specdec.kernels.gpu import attention
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.online import num_parts, num_splits
+from specdec.kernels.gpu.tree import _path_keys
 from specdec.kernels.ops import FLOAT32_SHARED_MEMORY
 from specdec.kernels.work import AttentionWork, uniform_work
 from specdec.verifier.tree import chain_parents
@@ -321,6 +325,39 @@ for name, made in COMPILED:
 """)
     assert [order[: order.index("MUFU.EX2")] for order in orders] == [["LDG.E.128"] * n for n in (8, 16)]
     assert all("LDG.E.128" not in order[order.index("MUFU.EX2") :] for order in orders)
+
+
+@triton.jit
+def _path_kernel(out_ptr, ancestors_ptr, context):
+    row, lane = tl.program_id(0), tl.arange(0, 128)
+    tl.store(out_ptr + row * 128 + lane, _path_keys(lane, context, tl.load(ancestors_ptr + row)))
+
+
+def test_keys_of_a_path_are_its_ancestors_in_their_order() -> None:
+    rng, context = random.Random(0), 37
+    paths = [sorted({0, *rng.sample(range(64), n)}) for n in range(1, 64)] + [[0, 63], [62, 63], [*range(32, 64)]]
+    masks = [sum(1 << node for node in path) for path in paths]
+    ancestors = torch.tensor([mask - (1 << 64 if mask >> 63 else 0) for mask in masks], device=DEVICE)
+    found = torch.empty(len(paths), 128, dtype=torch.int32, device=DEVICE)
+    _path_kernel[(len(paths),)](found, ancestors, context)
+    for keys, path in zip(found.tolist(), paths, strict=True):
+        assert keys[: context + len(path)] == [*range(context), *(context + node for node in path)]
+
+
+@pytest.mark.parametrize("dim", [32, 128])
+def test_a_tail_that_loads_sixteen_states_at_once_gives_the_same_bits(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta, keys = build([(n, 0, RAGGED) for n in (0, 700, 1100, 2100, 3100, 6300)], device=DEVICE)
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 1, dim, DTYPES[-1], keys)
+    q = torch.randn(6 * len(RAGGED), 4, dim, device=DEVICE).to(DTYPES[-1])
+    own, found, asked = attention._tail_of, [], []
+    for sixteen in (True, False):
+        how = lambda call, parts, own=own, keep=sixteen: asked.append(own(call, parts)) or (4, keep)  # noqa: E731
+        monkeypatch.setattr(attention, "_tail_of", how)
+        found.append(tree_attention(q, k, v, meta, scale=dim**-0.5))
+    assert torch.equal(*found) and asked == [(4, True)] * 2, "as it is chosen"
+    assert_close(found[0], wide(meta, q, k, v, scale=dim**-0.5))
 
 
 @pytest.mark.parametrize("chains", [True, False])

@@ -39,6 +39,8 @@ FEW_KEYS = 4096
 """In contexts of up to so many keys programs take small splits together with tiles of 64 rows and with quantized pages,
 too: of more keys those are the smaller part. Narrow tiles of quantized pages are faster without."""
 
+SIXTEEN_STATES = 512
+"""Grouped heads × values of a head up to which the registers of four warps have room for sixteen states."""
 MAX_REGISTERS = {16: 128, 64: 168}
 """By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
 take, one more of the programs that read a context runs on each multiprocessor. Narrow tiles of quantized pages are
@@ -175,13 +177,21 @@ def _run_trees(call: _Call) -> None:
             call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
             num_nodes, *call.factors, FIRST=call.first, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
-    programs = num_nodes * call.num_kv_heads
+    warps, sixteen = _tail_of(call, parts)
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
         work.positions, work.ancestors, table.stride(0), num_nodes, work.nodes_per_sequence, call.programs,
-        *call.factors, FIRST=call.first, BLOCK_M=call.group_block, num_warps=4 if programs <= 256 else 2, num_stages=1,
-        **call.shape,
+        *call.factors, FIRST=call.first, SIXTEEN=sixteen, BLOCK_M=call.group_block, num_warps=warps,
+        num_stages=1, **call.shape,
     )  # fmt: skip
+
+
+def _tail_of(call: _Call, parts: int) -> tuple[int, bool]:
+    """How many warps a program of `tail_kernel` has, and whether it loads sixteen states at once."""
+    if len(call.work.tree_rows) * call.num_kv_heads > 256:
+        return 2, False
+    few = call.q.shape[1] // call.num_kv_heads * call.q.shape[2] <= SIXTEEN_STATES
+    return 4, few and parts > 8
 
 
 def _run_chains(call: _Call) -> None:

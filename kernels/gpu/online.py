@@ -337,16 +337,24 @@ def when_there(acc, bits, nothing):
 @triton.jit
 def merge_splits(
     m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok, nothing,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of splits `first` to `end` in their order, with eight loads under way; `nothing` is 0."""
+    """Merge the states of splits `first` to `end` in their order, loaded eight or sixteen at once; `nothing` is 0."""
     state = empty(BLOCK_M, BLOCK_D)
     ptrs = m_ptr, total_ptr, acc_ptr
-    for split in range(first, end, 8):
+    AT_ONCE: tl.constexpr = 16 if SIXTEEN else 8
+    for split in range(first, end, AT_ONCE):
         a = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
         b = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
-        state = state[0], state[1], when_there(state[2], bits_of(a) | bits_of(b), nothing)
+        bits = bits_of(a) | bits_of(b)
+        if SIXTEEN:
+            c = _four_states(ptrs, split + 8, end, num_rows, row, head, ok, H, D, BLOCK_D)
+            e = _four_states(ptrs, split + 12, end, num_rows, row, head, ok, H, D, BLOCK_D)
+            bits = bits | bits_of(c) | bits_of(e)
+        state = state[0], state[1], when_there(state[2], bits, nothing)
         state = _merge_four(_merge_four(state, a), b)
+        if SIXTEEN:
+            state = _merge_four(_merge_four(state, c), e)
     return state
 
 

@@ -114,13 +114,40 @@ def context_kernel(
 
 
 @triton.jit
+def _past(counts, at, rank, WIDTH: tl.constexpr):
+    """Go past WIDTH bits if not enough of them are set for the rank: where it goes on, and the rank there."""
+    count = (counts >> at) & (2 * WIDTH - 1)
+    past = rank >= count
+    return tl.where(past, at + WIDTH, at), tl.where(past, rank - count, rank)
+
+
+@triton.jit
 def _path_keys(position, context, ancestors):
-    """Keys of a node's path at the given positions: those before the root, then its ancestors in their order."""
-    node = tl.arange(0, 64)
-    bit = ((ancestors >> node) & 1).to(tl.int32)
-    depth = tl.cumsum(bit, 0) - 1
-    match = (depth[None, :] == (position - context)[:, None]) & (bit[None, :] == 1)  # [TILE, 64]
-    return tl.where(position < context, position, context + tl.sum(tl.where(match, node[None, :], 0), 1))
+    """Keys of a node's path at the given positions: those before the root, then its ancestors in their order.
+
+    The one at depth n is the n-th bit that is set. It is looked for by halves, with the numbers of bits that are set in
+    each two, four, … of them, which stand where those begin.
+    """
+    of_2 = ancestors - ((ancestors >> 1) & 0x5555555555555555)
+    of_4 = (of_2 & 0x3333333333333333) + ((of_2 >> 2) & 0x3333333333333333)
+    of_8 = (of_4 + (of_4 >> 4)) & 0x0F0F0F0F0F0F0F0F
+    of_16 = (of_8 + (of_8 >> 8)) & 0x00FF00FF00FF00FF
+    low = ((of_16 + (of_16 >> 16)) & 63).to(tl.int32)  # of the lower 32
+    rank = tl.maximum(position - context, 0)
+    high = rank >= low
+    rank = tl.where(high, rank - low, rank)
+    at, rank = _past(_half(of_16, high), rank * 0, rank, 16)
+    at, rank = _past(_half(of_8, high), at, rank, 8)
+    at, rank = _past(_half(of_4, high), at, rank, 4)
+    at, rank = _past(_half(of_2, high), at, rank, 2)
+    at, _ = _past(_half(ancestors, high), at, rank, 1)
+    return tl.where(position < context, position, context + tl.where(high, at + 32, at))
+
+
+@triton.jit
+def _half(x, high):
+    """The lower or the upper 32 bits."""
+    return tl.where(high, (x >> 32).to(tl.int32), x.to(tl.int32))
 
 
 @triton.jit
@@ -134,9 +161,7 @@ def _load_path(
     see = (at <= position) & (ancestors != 0)
     if WINDOW > 0:
         see = see & (at > position - WINDOW)
-    key = at
-    if (ancestors & (ancestors + 1)) != 0:  # else it is a chain, whose nodes stand in their order
-        key = _path_keys(at, context, ancestors)
+    key = _path_keys(at, context, ancestors)
     k, v = load_kv(k_ptr, v_ptr, table_at, key, key % BLOCK_SIZE, see, kv_head, dtype, BLOCK_SIZE, G, D, BLOCK_D)
     return k, v, see
 
@@ -185,6 +210,7 @@ def tail_kernel(
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
     FIRST: tl.constexpr,
+    SIXTEEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The rest of the keys of one node, and all parts of its context.
@@ -229,7 +255,7 @@ def tail_kernel(
     of = tl.arange(0, FEW)
     m, total, acc = merge_splits(
         m_ptr, total_ptr, acc_ptr, first_part, end_part, num_nodes, node_of + of * 0, kv_head * GROUP + of,
-        (of < GROUP) & (ancestors != 0), position >> 31, H, D, FEW, BLOCK_D,
+        (of < GROUP) & (ancestors != 0), position >> 31, H, D, FEW, BLOCK_D, SIXTEEN,
     )  # fmt: skip
     m, total, acc = _repeated(m, BLOCK_M), _repeated(total, BLOCK_M), _repeated(acc, BLOCK_M)
     m_of, total_of, acc_of = weigh(m_of, total_of, acc_of, s, factor, v)
