@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -353,10 +354,14 @@ def test_a_tail_that_loads_sixteen_states_at_once_gives_the_same_bits(
     q = torch.randn(6 * len(RAGGED), 4, dim, device=DEVICE).to(DTYPES[-1])
     own, found, asked = attention._tail_of, [], []
     for sixteen in (True, False):
-        how = lambda call, parts, own=own, keep=sixteen: asked.append(own(call, parts)) or (4, keep)  # noqa: E731
-        monkeypatch.setattr(attention, "_tail_of", how)
+
+        def launch(call: Any, parts: int, sixteen: bool = sixteen) -> dict[str, int]:
+            asked.append(own(call, parts))
+            return asked[-1] | {"SIXTEEN": sixteen}
+
+        monkeypatch.setattr(attention, "_tail_of", launch)
         found.append(tree_attention(q, k, v, meta, scale=dim**-0.5))
-    assert torch.equal(*found) and asked == [(4, True)] * 2, "as it is chosen"
+    assert torch.equal(*found) and asked == [{"num_warps": 4, "SIXTEEN": True}] * 2, "as it is chosen"
     assert_close(found[0], wide(meta, q, k, v, scale=dim**-0.5))
 
 

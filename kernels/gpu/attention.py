@@ -177,21 +177,20 @@ def _run_trees(call: _Call) -> None:
             call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
             num_nodes, *call.factors, FIRST=call.first, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
-    warps, sixteen = _tail_of(call, parts)
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
         work.positions, work.ancestors, table.stride(0), num_nodes, work.nodes_per_sequence, call.programs,
-        *call.factors, FIRST=call.first, SIXTEEN=sixteen, BLOCK_M=call.group_block, num_warps=warps,
-        num_stages=1, **call.shape,
+        *call.factors, FIRST=call.first, BLOCK_M=call.group_block, num_stages=1, **_tail_of(call, parts),
+        **call.shape,
     )  # fmt: skip
 
 
-def _tail_of(call: _Call, parts: int) -> tuple[int, bool]:
-    """How many warps a program of `tail_kernel` has, and whether it loads sixteen states at once."""
+def _tail_of(call: _Call, parts: int) -> dict[str, int]:
+    """How `tail_kernel` is launched, and whether a program loads sixteen states at once."""
     if len(call.work.tree_rows) * call.num_kv_heads > 256:
-        return 2, False
+        return {"num_warps": 2, "SIXTEEN": False}
     few = call.q.shape[1] // call.num_kv_heads * call.q.shape[2] <= SIXTEEN_STATES
-    return 4, few and parts > 8
+    return {"num_warps": 4, "SIXTEEN": few and parts > 8}
 
 
 def _run_chains(call: _Call) -> None:

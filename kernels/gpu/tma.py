@@ -46,8 +46,8 @@ def _tma_kernel(
     """A tile of a product; with an activation of a gated one, as `_linear_kernel`. Outside x are zeros.
 
     A warp group's matrix instructions have 64 rows: where x has fewer, the weights are the left operand. Where a tile
-    has fewer outputs, too, the compiler takes those of single warps. If `SLAB` isn't 0 the weights are slabs, one behind
-    another.
+    has fewer outputs, too, the compiler takes those of single warps. If `SLAB` isn't 0 the weights are slabs, one
+    behind another.
     """
     W_LEFT: tl.constexpr = BLOCK_ROWS < 64
     GATED: tl.constexpr = ACTIVATION is not None

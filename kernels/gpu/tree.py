@@ -161,7 +161,9 @@ def _load_path(
     see = (at <= position) & (ancestors != 0)
     if WINDOW > 0:
         see = see & (at > position - WINDOW)
-    key = _path_keys(at, context, ancestors)
+    key = at
+    if (ancestors & (ancestors + 1)) != 0:  # else it is a chain, whose nodes stand in their order
+        key = _path_keys(at, context, ancestors)
     k, v = load_kv(k_ptr, v_ptr, table_at, key, key % BLOCK_SIZE, see, kv_head, dtype, BLOCK_SIZE, G, D, BLOCK_D)
     return k, v, see
 
