@@ -62,10 +62,10 @@ def make_llm(model: str | PreTrainedModel, **options: object) -> LLM:
     return LLM(model, seed=0, **(sizes | options))  # type: ignore[arg-type]
 
 
-def _decoder(name: str, layers: int | None = None) -> Decoder:
+def _decoder(name: str, layers: int | None = None, prepack: bool | None = None) -> Decoder:
     """The model of such an LLM; with `layers`, a known shape has so many."""
     with patch.object(SHAPES[name], "num_hidden_layers", layers) if layers else nullcontext():
-        target = make_llm(open_model(name), drafter="ngram").engine.model
+        target = make_llm(open_model(name), drafter="ngram", prepack=prepack).engine.model
     assert isinstance(target, Decoder)
     return target
 
@@ -154,15 +154,16 @@ def throughput(model: str, tokens: int, batches: str, kv_cache_dtype: str, path:
 @main.command()
 @click.option("--model", default="8b")
 @click.option("--context", default=1024)
+@click.option("--prepack/--no-prepack", default=None, help="As in `specdec tune`.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
-def nodes(model: str, context: int, path: str | None) -> None:
+def nodes(model: str, context: int, prepack: bool | None, path: str | None) -> None:
     """The time of a captured step with n nodes against one node, batch 1, deterministic."""
-    target = _decoder(model)
+    target = _decoder(model, prepack=prepack)
     grid = Grid((1,), NUM_NODES, (context,))
     (times,) = measure(CapturedStep(target, grid), grid, repeats=30)
     rows = [(n, seconds[0] * 1e6) for n, seconds in zip(NUM_NODES, times, strict=True)]
     result = [{"nodes": n, "us": round(us, 1), "ratio": round(us / rows[0][1], 4)} for n, us in rows]
-    write(path, {"model": model, "context": context, "rows": result})
+    write(path, {"model": model, "context": context, "prepacked": target.prepacked, "rows": result})
 
 
 @main.command()

@@ -112,6 +112,7 @@ def test_info_says_what_would_be_captured(invoke: Invoke, monkeypatch: pytest.Mo
     assert facts["steps"].startswith("eager: ") and str(tmp_path / "costs") in facts["cost table"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr("specdec.kernels.gpu.launch.on_hopper", lambda device: True)
     facts = json.loads(invoke("info", "--json").stdout)
     assert facts["device"] == "cuda (H100)" and facts["steps"].startswith("captured")
     assert facts["kernels"] == "triton: a token's bits don't depend on its batch"
