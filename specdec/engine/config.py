@@ -38,7 +38,7 @@ class EngineConfig:
             default the largest up to 64 that fits.
         prepack: multiply by copies of the weights in the order in which products read them. On an x86 CPU that is
             oneDNN's, in float32 and bfloat16: products of few rows, and prompts, take half the time. On a Hopper GPU
-            it is slabs, of large models in 16 bits: a step takes up to 3% less. None does so where the copies take at
+            it is slabs, of large models in 16 bits: a step takes 1 to 3% less. None does so where the copies take at
             most half of the memory that is left, but for `accelerate`, whose model may be trained between calls.
         cuda_graphs: on a GPU capture decode steps, where everything that they need can be captured.
         enable_prefix_caching: requests that begin with the same tokens share keys and values, also after one has ended.
