@@ -31,6 +31,7 @@ from specdec.engine.measure import NUM_NODES, CapturedStep, Grid, measure
 from specdec.kernels.gpu import linear
 from specdec.kernels.gpu.launch import on_hopper
 from specdec.kernels.gpu.tiles import Tile, tile_of
+from specdec.kernels.slabs import SLAB
 from specdec.models.batch import Rows, pack_rows
 from specdec.models.decoder import Decoder
 from specdec.verifier.tree import MAX_NODES, TokenTree
@@ -280,7 +281,7 @@ def _tiles_beside(tile: Tile, product: Product) -> list[Tile]:
     stages = [replace(tile, stages=tile.stages + more) for more in (-2, -1, 1, 2)]
     most = 256 if tile.tma else 1 << 30  # of a box
     fitting = [
-        t for t in (*sizes, *stages) if 16 <= t.out <= most and t.k <= most and t.stages >= 2 and _fits(t, product)
+        t for t in (*sizes, *stages) if 16 <= t.out <= most and t.k <= SLAB and t.stages >= 2 and _fits(t, product)
     ]
     ways = (False, True) if on_hopper(torch.device("cuda")) else (False,)
     others = [tile_of(n, *product, tma=way) for n in (1, 16, 32, 64) for way in ways]

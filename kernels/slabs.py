@@ -21,7 +21,7 @@ def fits_slabs(weight: Tensor) -> bool:
 
 def to_slabs(weight: Tensor) -> Tensor:
     """Return a copy of a weight [out, in] in slabs: [out, in / SLAB, SLAB]."""
-    return weight.detach().view(len(weight), -1, SLAB).transpose(0, 1).contiguous().transpose(0, 1)
+    return weight.detach().reshape(len(weight), -1, SLAB).transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def in_slabs(weight: Tensor) -> bool:

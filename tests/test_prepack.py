@@ -13,8 +13,8 @@ from specdec.errors import ConfigError
 from specdec.kernels.gpu import launch
 from specdec.kernels.linear import gated_linear, linear
 from specdec.kernels.prepack import can_prepack, gains_by_prepacking, prepack
-from specdec.kernels.slabs import SLAB, from_slabs, in_slabs, to_slabs
-from specdec.models import weights
+from specdec.kernels.slabs import SLAB, fits_slabs, from_slabs, in_slabs, to_slabs
+from specdec.models import load, weights
 from specdec.models.decoder import Decoder
 from specdec.models.head import DecoderHead
 from specdec.models.load import make_target
@@ -68,6 +68,7 @@ def test_slabs_hold_columns_of_all_rows() -> None:
     memory = slabs.as_strided((12, SLAB), (SLAB, 1))
     assert torch.equal(memory, torch.cat([weight[:, :SLAB], weight[:, SLAB:]]))
     assert torch.equal(from_slabs(slabs), weight)
+    assert torch.empty_like(slabs).stride() == slabs.stride(), "as benchmarks make copies"
     slabs.copy_(to_slabs(weight + 1))
     assert torch.equal(memory, torch.cat([weight[:, :SLAB], weight[:, SLAB:]]) + 1), "in the same memory"
 
@@ -156,6 +157,22 @@ def test_by_default_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None
         assert target.prepacked is prepacked
         assert make_target(model, prepack=True).prepacked and not make_target(model, prepack=False).prepacked
         assert ("prepacked" in cost_key(model, prepacked=target.prepacked).file_name) is prepacked
+
+
+def test_memory_that_is_left_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free, and what torch has reserved and doesn't use."""
+    for name, value in (("mem_get_info", (100, 1000)), ("memory_reserved", 70), ("memory_allocated", 30)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert load._left(torch.device("cuda")) == 140
+
+
+def test_a_small_model_on_a_gpu_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "can_prepack", lambda *kind: True)
+    monkeypatch.setattr(weights, "gains_by_prepacking", fits_slabs)
+    model = tiny_llama(dtype=torch.float32)
+    assert not make_target(model, prepack=None).prepacked
+    with pytest.raises(ConfigError, match="no matrix that gains by it on cpu: of 2,048 inputs.*leave prepack out"):
+        make_target(model, prepack=True)
 
 
 def test_what_it_is_not_for_is_named() -> None:

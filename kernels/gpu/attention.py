@@ -41,6 +41,7 @@ too: of more keys those are the smaller part. Narrow tiles of quantized pages ar
 
 SIXTEEN_STATES = 512
 """Grouped heads × values of a head up to which the registers of four warps have room for sixteen states."""
+
 MAX_REGISTERS = {16: 128, 64: 168}
 """By rows × grouped heads of a tile, where heads have up to 128 values of 16 bits: with fewer registers than they would
 take, one more of the programs that read a context runs on each multiprocessor. Narrow tiles of quantized pages are
@@ -206,7 +207,7 @@ def _run_chains(call: _Call) -> None:
             FIRST=call.first, WHOLE=whole, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not whole:
-        if call.first == BY_CONTEXT:  # of the longest one
+        if call.first == BY_CONTEXT:  # as many as the longest one has
             parts = num_parts(_keys(call), first_part(work.max_context, call.programs, call.q.shape[2]), 1)
         heads = 1 if call.first == 1 or parts > 8 else 2  # of many rows, with few states each
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}

@@ -52,8 +52,9 @@ _MANY_ROWS_BY_TMA = {
 }
 """The same by TMA."""
 _SOME_ROWS_BY_TMA = Tile(64, 128, 128, 4, 4, True)
-"""By TMA, of somewhat more than 64 rows and one weight: as long as a GPU's multiprocessors have about one each."""
+"""By TMA, of somewhat more than 64 rows and one weight."""
 ABOUT_BUSY = 144
+"""Up to so many of these tiles they are taken, from `HALF_BUSY` on: about one a multiprocessor."""
 MANY_PRODUCTS = 1 << 32
 """Products of two numbers from which on TMA is taken for more than 64 rows. Of fewer it gains little, and what it is to
 load takes the host longer to say."""

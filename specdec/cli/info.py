@@ -133,7 +133,8 @@ def _steps(device: "torch.device", dtype: "torch.dtype") -> dict[str, str]:
 def _cost_table(model: str, device: "torch.device", dtype: "torch.dtype", config: "EngineConfig") -> str:
     """The newest table of a model of this name here; the engine also looks at the weights, which aren't opened.
 
-    They are taken to be prepacked as asked, and else where that can be; on a GPU small ones aren't even there.
+    They are taken to be prepacked as asked, and else where that can be. On a GPU those of a small model aren't, so a
+    table of either kind is named there.
     """
     import torch
 

@@ -32,7 +32,7 @@ class Decoder:
         shared = share_weights(model)
         self.weights: DecoderWeights = prepack_weights(shared) if prepacked else shared
         self.prepacked = len(self.weights.copies) > len(shared.copies)
-        self.head = shared.head
+        self.head = shared.head  # as the model has it, whatever it is multiplied by
         self.quantized_by = quantized_by(model)
         config = model.config
         self.hidden_size: int = config.hidden_size
