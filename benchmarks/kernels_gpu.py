@@ -401,7 +401,7 @@ def pairs(path: str | None) -> None:
         row: dict[str, object] = dict(zip(("sequences", "context", "nodes"), shape, strict=True))
         with patch.object(PAIR, "attend", Mock(side_effect=PAIR.attend)) as attend:
             case.ours(case.work)
-        row |= {"takes": attend.called}
+        row["takes"] = attend.called
         for how in ("one", "two"):
             with patch.object(PAIR, "takes", lambda *args, two=how == "two": two and HopperKernel.takes(PAIR, *args)):
                 row |= {f"{how}_us": round(case.ours(case.work), 1)}

@@ -303,9 +303,7 @@ def _attend(first, end, begin, state, right, ring, position, factor, MASKED: gl.
 
 
 @gluon.jit
-def _complete(
-    to, before, split, end, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+def _complete(to, before, split, end, m, total, acc, H: gl.constexpr, GROUP: gl.constexpr):
     """Put a split behind those before it, if it is one of the first part, up to `end`, and store what is a part's.
 
     A tree's last split goes on, and is a part of its own. Returns the state of the first part until here, which stays

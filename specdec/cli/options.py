@@ -40,8 +40,10 @@ def quantization_option(command: F) -> F:
 
 def prepack_option(command: F) -> F:
     """Add --prepack/--no-prepack, as in `EngineConfig`."""
-    text = "Multiply by copies of the weights in the order in which products read them, on an x86 CPU or a Hopper GPU."
-    text += "  [default: where memory allows]"
+    text = (
+        "Multiply by copies of the weights in the order in which products read them, on an x86 CPU or a Hopper GPU.  "
+        "[default: where memory allows]"
+    )
     return click.option("--prepack/--no-prepack", default=None, help=text)(command)
 
 

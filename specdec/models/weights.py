@@ -28,7 +28,7 @@ _PREPACKED: WeakValueDictionary[tuple[object, ...], torch.Tensor] = WeakValueDic
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Projections are [out, in]; H is the hidden size, I the MLP's.
+    """One layer. Projections are [out, in] or prepacked; H is the hidden size, I the MLP's.
 
     Args:
         attn_norm, mlp_norm: [H], before attention and MLP.
