@@ -12,12 +12,11 @@ from specdec.kernels.gpu.launch import wait_for_inputs
 from specdec.kernels.gpu.online import (
     attend_split,
     attend_tiles,
-    bits_of,
-    both_worth,
     empty,
     first_by_context,
     load_q,
     merge,
+    merge_states,
     part_of_program,
     part_with,
     split_of,
@@ -25,7 +24,6 @@ from specdec.kernels.gpu.online import (
     start_of,
     store_out,
     store_state,
-    when_there,
 )
 
 
@@ -116,36 +114,6 @@ def chain_kernel(
 
 
 @triton.jit
-def _load_one(ptrs, step, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where a split ended for one row and head, so many steps behind: two numbers, and values [D]; else empty."""
-    d = tl.arange(0, BLOCK_D)
-    m = tl.load(ptrs[0] + step, mask=there, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(ptrs[1] + step, mask=there, other=0.0, cache_modifier=".cg")
-    return m, total, tl.load(ptrs[2] + step * D + d, mask=there & (d < D), other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _load_four(ptrs, first, stride, rest, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Four splits from the first on, of as many as there are."""
-    a = _load_one(ptrs, first * stride, first < rest, D, BLOCK_D)
-    b = _load_one(ptrs, (first + 1) * stride, first + 1 < rest, D, BLOCK_D)
-    c = _load_one(ptrs, (first + 2) * stride, first + 2 < rest, D, BLOCK_D)
-    return a, b, c, _load_one(ptrs, (first + 3) * stride, first + 3 < rest, D, BLOCK_D)
-
-
-@triton.jit
-def _merge_four(state, four):
-    """Put four splits behind those before them, as `merge` does, for one row and head."""
-    m, total, acc = state
-    for i in tl.static_range(4):
-        m_next, total_next, acc_next = four[i]
-        m, a, b = both_worth(m, m_next)
-        total = total * a + total_next * b
-        acc = acc * a + acc_next * b
-    return m, total, acc
-
-
-@triton.jit
 def _merge_parts(
     out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, nothing, num_rows,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
@@ -155,23 +123,8 @@ def _merge_parts(
     d = tl.arange(0, BLOCK_D)
     zero = (row * 0).to(tl.float32)
     state = zero + float("-inf"), zero, tl.zeros([BLOCK_D], tl.float32)
-    ptrs = m_ptr + at, total_ptr + at, acc_ptr + at * D
-    AT_ONCE: tl.constexpr = 16 if SIXTEEN else 8
-    for part in range(0, count, AT_ONCE):
-        a = _load_four(ptrs, 0, stride, count - part, D, BLOCK_D)
-        b = _load_four(ptrs, 4, stride, count - part, D, BLOCK_D)
-        bits = bits_of(a) | bits_of(b)
-        if SIXTEEN:
-            c = _load_four(ptrs, 8, stride, count - part, D, BLOCK_D)
-            e = _load_four(ptrs, 12, stride, count - part, D, BLOCK_D)
-            bits = bits | bits_of(c) | bits_of(e)
-        state = state[0], state[1], when_there(state[2], bits, nothing)
-        state = _merge_four(_merge_four(state, a), b)
-        if SIXTEEN:
-            state = _merge_four(_merge_four(state, c), e)
-        step = stride * AT_ONCE
-        ptrs = ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
-    _, total, acc = state
+    ptrs = m_ptr + at, total_ptr + at, acc_ptr + at * D + d
+    _, total, acc = merge_states(state, ptrs, stride, count, count > 0, d < D, nothing, D, SIXTEEN)
     out = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 

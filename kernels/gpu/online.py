@@ -335,42 +335,84 @@ def when_there(acc, bits, nothing):
 
 
 @triton.jit
-def merge_splits(
-    m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok, nothing,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
-):  # fmt: skip
-    """Merge the states of splits `first` to `end` in their order, loaded eight or sixteen at once; `nothing` is 0."""
-    state = empty(BLOCK_M, BLOCK_D)
-    ptrs = m_ptr, total_ptr, acc_ptr
+def _one_state(ptrs, step, ok, see, D: tl.constexpr):
+    """Where a split ended, so many steps behind; else empty. Read past the first-level cache, as `load_state`."""
+    m = tl.load(ptrs[0] + step, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(ptrs[1] + step, mask=ok, other=0.0, cache_modifier=".cg")
+    return m, total, tl.load(ptrs[2] + step * D, mask=see, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _four_states(ptrs, first, stride, rest, ok, see, D: tl.constexpr):
+    """Four splits from the first on, of as many as there are."""
+    a = _one_state(ptrs, first * stride, ok & (first < rest), see & (first < rest), D)
+    b = _one_state(ptrs, (first + 1) * stride, ok & (first + 1 < rest), see & (first + 1 < rest), D)
+    c = _one_state(ptrs, (first + 2) * stride, ok & (first + 2 < rest), see & (first + 2 < rest), D)
+    return a, b, c, _one_state(ptrs, (first + 3) * stride, ok & (first + 3 < rest), see & (first + 3 < rest), D)
+
+
+@triton.jit
+def _merge_four(state, four):
+    """Put four splits behind those before them, as `merge` does."""
+    m, total, acc = state
+    for i in tl.static_range(4):
+        m_next, total_next, acc_next = four[i]
+        m, a, b = both_worth(m, m_next)
+        total = total * a + total_next * b
+        acc = acc * a + acc_next * b
+    return m, total, acc
+
+
+@triton.jit
+def merge_states(state, ptrs, stride, count, ok, see, nothing, D: tl.constexpr, SIXTEEN: tl.constexpr):
+    """Put as many states behind those before them, in their order, loaded eight or sixteen at once.
+
+    Args:
+        state: maximum and sum of weights, numbers or [M, 1, 1], and weighted values, [width] or [M, pieces, width].
+        ptrs: of the first one's.
+        stride: how many numbers the others' stand behind each other; their values D times as many.
+        count: how many.
+        ok, see: which numbers and which values there are.
+        nothing: 0, as the compiler can't know.
+    """
     AT_ONCE: tl.constexpr = 16 if SIXTEEN else 8
-    for split in range(first, end, AT_ONCE):
-        a = _four_states(ptrs, split, end, num_rows, row, head, ok, H, D, BLOCK_D)
-        b = _four_states(ptrs, split + 4, end, num_rows, row, head, ok, H, D, BLOCK_D)
+    for first in range(0, count, AT_ONCE):
+        a = _four_states(ptrs, 0, stride, count - first, ok, see, D)
+        b = _four_states(ptrs, 4, stride, count - first, ok, see, D)
         bits = bits_of(a) | bits_of(b)
         if SIXTEEN:
-            c = _four_states(ptrs, split + 8, end, num_rows, row, head, ok, H, D, BLOCK_D)
-            e = _four_states(ptrs, split + 12, end, num_rows, row, head, ok, H, D, BLOCK_D)
+            c = _four_states(ptrs, 8, stride, count - first, ok, see, D)
+            e = _four_states(ptrs, 12, stride, count - first, ok, see, D)
             bits = bits | bits_of(c) | bits_of(e)
         state = state[0], state[1], when_there(state[2], bits, nothing)
         state = _merge_four(_merge_four(state, a), b)
         if SIXTEEN:
             state = _merge_four(_merge_four(state, c), e)
+        step = stride * AT_ONCE
+        ptrs = ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
     return state
 
 
 @triton.jit
-def _merge_four(state, four):
-    """Put four splits behind those before them."""
-    for i in tl.static_range(4):
-        state = merge(state[0], state[1], state[2], four[i][0], four[i][1], four[i][2])
-    return state
+def merge_splits(
+    m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok, nothing,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
+):  # fmt: skip
+    """Merge the states of splits `first` to `end` of some rows; see `merge_states`.
 
+    Values are taken in pieces of 64, so that a thread has those of one row, as far as can be: what a row's splits are
+    worth beside each other is found once then.
 
-@triton.jit
-def _four_states(ptrs, split, end, num_rows, row, head, ok, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The states of a split and the next three; one from `end` on is empty."""
-    a = load_state(ptrs[0], ptrs[1], ptrs[2], split, num_rows, row, head, ok & (split < end), H, D, BLOCK_D)
-    b = load_state(ptrs[0], ptrs[1], ptrs[2], split + 1, num_rows, row, head, ok & (split + 1 < end), H, D, BLOCK_D)
-    c = load_state(ptrs[0], ptrs[1], ptrs[2], split + 2, num_rows, row, head, ok & (split + 2 < end), H, D, BLOCK_D)
-    d = load_state(ptrs[0], ptrs[1], ptrs[2], split + 3, num_rows, row, head, ok & (split + 3 < end), H, D, BLOCK_D)
-    return a, b, c, d
+    Returns:
+        Maximum and sum of weights [M], weighted values [M, BLOCK_D].
+    """
+    WIDTH: tl.constexpr = min(BLOCK_D, 64)
+    PIECES: tl.constexpr = BLOCK_D // WIDTH
+    d = (tl.arange(0, PIECES) * WIDTH)[None, :, None] + tl.arange(0, WIDTH)[None, None, :]
+    stride = tl.cast(num_rows, tl.int64) * H
+    at, ok = (row.to(tl.int64) * H + head + first * stride)[:, None, None], ok[:, None, None]
+    m, total = tl.full([BLOCK_M, 1, 1], float("-inf"), tl.float32), tl.zeros([BLOCK_M, 1, 1], tl.float32)
+    state = m, total, tl.zeros([BLOCK_M, PIECES, WIDTH], tl.float32)
+    ptrs = m_ptr + at, total_ptr + at, acc_ptr + at * D + d
+    m, total, acc = merge_states(state, ptrs, stride, end - first, ok, ok & (d < D), nothing, D, SIXTEEN)
+    return tl.reshape(m, [BLOCK_M]), tl.reshape(total, [BLOCK_M]), tl.reshape(acc, [BLOCK_M, BLOCK_D])

@@ -15,7 +15,6 @@ from specdec.kernels.gpu.online import (
     attend_tiles,
     empty,
     first_by_context,
-    load_kv,
     load_q,
     load_state,
     merge,
@@ -32,6 +31,7 @@ from specdec.kernels.gpu.online import (
     update,
     weigh,
 )
+from specdec.kernels.gpu.pages import load_values
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_nodes"])
@@ -164,7 +164,10 @@ def _load_path(
     key = at
     if (ancestors & (ancestors + 1)) != 0:  # else it is a chain, whose nodes stand in their order
         key = _path_keys(at, context, ancestors)
-    k, v = load_kv(k_ptr, v_ptr, table_at, key, key % BLOCK_SIZE, see, kv_head, dtype, BLOCK_SIZE, G, D, BLOCK_D)
+    block = tl.load(table_at + key // BLOCK_SIZE, mask=see, other=0).to(tl.int64)
+    slot = (block * BLOCK_SIZE + key % BLOCK_SIZE) * G + kv_head
+    row = slot & -2, (slot & 1).to(tl.int32)
+    k, v = load_values(k_ptr, row, see, dtype, D, BLOCK_D), load_values(v_ptr, row, see, dtype, D, BLOCK_D)
     return k, v, see
 
 
@@ -260,6 +263,7 @@ def tail_kernel(
         (of < GROUP) & (ancestors != 0), position >> 31, H, D, FEW, BLOCK_D, SIXTEEN,
     )  # fmt: skip
     m, total, acc = _repeated(m, BLOCK_M), _repeated(total, BLOCK_M), _repeated(acc, BLOCK_M)
+    total = tl.broadcast_to(total[:, None], [BLOCK_M, 16])
     m_of, total_of, acc_of = weigh(m_of, total_of, acc_of, s, factor, v)
     for tile in range(shared + 1, position // TILE + 1):
         if start_of(split_of(tile, SMALL, NUM, LARGE), SMALL, NUM, LARGE) == tile:
