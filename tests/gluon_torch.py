@@ -48,8 +48,8 @@ class Value:
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=None)
 
-    def to(self, dtype: str) -> "Value":
-        return Value(self.tensor.to(_DTYPES[dtype]))
+    def to(self, dtype: str, bitcast: bool = False) -> "Value":
+        return Value(self.tensor.view(_DTYPES[dtype]) if bitcast else self.tensor.to(_DTYPES[dtype]))
 
     def __getitem__(self, index: Any) -> "Value":
         return Value(self.tensor[index])
@@ -86,7 +86,24 @@ def _is_pointer(x: Any) -> bool:
     return isinstance(x, Pointer)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne", "or_", "and_", "xor"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "mod",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "or_",
+    "and_",
+    "xor",
+    "truediv",
+    "rshift",
+):
     _operator(_name, getattr(operator, _name))
 
 
@@ -341,7 +358,10 @@ class Language:
     def arange(self, start: int, end: int, layout: Any = None) -> Value:
         return Value(torch.arange(start, end, dtype=torch.int32))
 
-    def load(self, at: Pointer, mask: Any = True, other: Any = None) -> Value:
+    def to_tensor(self, x: Any) -> Value:
+        return x if isinstance(x, Value) else Value(torch.tensor(x, dtype=torch.int32))
+
+    def load(self, at: Pointer, mask: Any = True, other: Any = None, cache_modifier: str = "") -> Value:
         return Value(at.read(torch.broadcast_to(torch.as_tensor(_plain(mask)), at.at.shape), other))
 
     def store(self, at: Pointer, value: Value, mask: Any = True, eviction_policy: str = "") -> None:

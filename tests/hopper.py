@@ -158,12 +158,13 @@ def attend(
     first: int = 1,
     dim: int = 128,
     context: int = 1024,
+    merged_by_heads: bool = False,
 ) -> None:
     """Compile the attention kernels of a captured step: 32 heads, 8 of them keys' and values', of `dim` values.
 
     `codes` is the kernel in Gluon that reads contexts, if one does: SINGLE, DIRECT, WIDE, PAIR, NATIVE or
     NATIVE_NARROW; `first` is how many splits its first part takes; `context` is how many keys a sequence has at most
-    before its nodes.
+    before its nodes; `merged_by_heads` says that a program merges the parts of several heads.
     """
     heads, kv_heads = 32, 8
     pages = pages_of(pages_format, kv_heads, dim, dtype)
@@ -173,6 +174,7 @@ def attend(
     for name in ("SINGLE", "DIRECT", "WIDE", "PAIR", "NATIVE", "NATIVE_NARROW"):
         getattr(attention, name).takes = lambda *args, takes=name == codes: takes
         getattr(attention, name).first = lambda *args: first
+    attention.takes_heads = lambda q: merged_by_heads
     attention.tree_attention(torch.zeros(num_nodes, heads, dim, dtype=dtype), pages[0], pages[1], work, scale=0.1)
 
 

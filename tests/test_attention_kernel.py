@@ -260,12 +260,14 @@ for pages, nodes, codes in (
     (None, 1, None), (None, 4, "NATIVE_NARROW"), (None, 16, "NATIVE"),
     ("int8", 1, "SINGLE"), ("int8", 1, "DIRECT"), ("int8", 16, "WIDE"),
 ):
-    attend(pages, nodes, chains=True, codes=codes)
+    attend(pages, nodes, chains=True, codes=codes, merged_by_heads=codes == "NATIVE")
 for name, made in COMPILED:
     print([name, may_end_unwaited(made["ptx"])])
 """)
     names = ["chain_kernel", "native_kernel", "native_kernel", "single_kernel", "direct_kernel", "wide_kernel"]
-    assert ends == [end for name in names for end in ([name, True], ["merge_kernel", False])]
+    merges = ["merge_heads_kernel" if at == 2 else "merge_kernel" for at in range(6)]
+    ends_of = zip(names, merges, strict=True)
+    assert ends == [end for name, merge in ends_of for end in ([name, True], [merge, False])]
 
 
 def test_splits_cover_every_length() -> None:
@@ -295,22 +297,22 @@ def test_when_a_program_takes_many_splits_of_native_pages(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "context", "sixteen"),
-    [(1, 512, False), (64, 512, False), (1, 1024, True), (64, 1024, True), (1, 32768, True), (64, 32768, True)],
+    ("nodes", "context", "at_once"),
+    [(1, 512, 8), (64, 512, 8), (1, 1024, 16), (64, 1024, 16), (1, 32768, 16), (64, 32768, 16)],
 )
-def test_when_sixteen_states_are_merged_at_once(
-    nodes: int, context: int, sixteen: bool, monkeypatch: pytest.MonkeyPatch
+def test_how_many_states_are_merged_at_once(
+    nodes: int, context: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One sequence, 32 heads; nothing is launched."""
-    found: list[bool] = []
+    found: list[int] = []
     monkeypatch.setattr(attention, "chain_kernel", {(1, -(-nodes * 32 // 64), n): lambda *a, **k: 0 for n in range(99)})
-    merges = {(nodes, 32): lambda *args, SIXTEEN, **sizes: found.append(SIXTEEN)}  # noqa: N803
+    merges = {(nodes, 32): lambda *args, AT_ONCE, **sizes: found.append(AT_ONCE)}  # noqa: N803
     monkeypatch.setattr(attention, "merge_kernel", merges)
     table, rows = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(nodes, dtype=torch.int64)
     work = uniform_work(1, nodes, table, table[:, 0], rows, rows, 32, context, True)
     k = torch.zeros(1, 16, 1, 16)
     tree_attention(torch.zeros(nodes, 32, 16), k, k, work, scale=1.0)
-    assert found == [sixteen]
+    assert found == [at_once]
 
 
 def test_states_are_asked_for_before_any_is_merged() -> None:
@@ -345,23 +347,46 @@ def test_keys_of_a_path_are_its_ancestors_in_their_order() -> None:
         assert keys[: context + len(path)] == [*range(context), *(context + node for node in path)]
 
 
+def test_keys_of_a_path_are_found_once() -> None:
+    """Not again for each key that a thread loads values of, as the compiler would rather than hand them over.
+
+    And all values of a thread that are merged are of one row: none of the others' maxima is asked for.
+    """
+    [(count, loads, _), *others] = on_hopper("""
+import re
+from tests.hopper import COMPILED, assembly, attend, registers
+attend(None, 64, chains=False, codes="NATIVE")
+attend(None, 64, chains=False, codes="PAIR", first=0, context=32768)
+attend(None, 16, chains=False, codes="NATIVE")
+for name, made in COMPILED:
+    if name == "tail_kernel":
+        text = assembly(made)
+        count = len(re.findall("^ +/[*][0-9a-f]{4,5}[*]/", text, re.M))
+        print((count, text.count("STRONG.GPU"), registers(made)))
+""")
+    assert count < 3200, "4,535 otherwise, of a tail's two tiles"
+    assert loads == 2 + 2 + 8 * (2 + 1 + 2), "of the last part and of eight; maxima twice, as there are sums of weights"
+    assert [stack for *_, (_, stack) in others] == [0, 0]
+
+
 @pytest.mark.parametrize("dim", [32, 128])
-def test_a_tail_that_loads_sixteen_states_at_once_gives_the_same_bits(
+def test_a_tail_gives_the_same_bits_however_many_states_it_loads_at_once(
     dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meta, keys = build([(n, 0, RAGGED) for n in (0, 700, 1100, 2100, 3100, 6300)], device=DEVICE)
     k, v = make_pages(int(meta.block_table.max()) + 1, 16, 1, dim, DTYPES[-1], keys)
     q = torch.randn(6 * len(RAGGED), 4, dim, device=DEVICE).to(DTYPES[-1])
     own, found, asked = attention._tail_of, [], []
-    for sixteen in (True, False):
+    for at_once in (16, 8, 4, 2):
 
-        def launch(call: Any, parts: int, sixteen: bool = sixteen) -> dict[str, int]:
+        def launch(call: Any, parts: int, at_once: int = at_once) -> dict[str, int]:
             asked.append(own(call, parts))
-            return asked[-1] | {"SIXTEEN": sixteen}
+            return asked[-1] | {"AT_ONCE": at_once}
 
         monkeypatch.setattr(attention, "_tail_of", launch)
         found.append(tree_attention(q, k, v, meta, scale=dim**-0.5))
-    assert torch.equal(*found) and asked == [{"num_warps": 4, "SIXTEEN": True}] * 2, "as it is chosen"
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert asked == [{"num_warps": 4, "AT_ONCE": 16}] * 4, "as it is chosen"
     assert_close(found[0], wide(meta, q, k, v, scale=dim**-0.5))
 
 

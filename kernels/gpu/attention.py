@@ -17,6 +17,7 @@ from specdec.kernels.gpu.chunk import chunk_kernel
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.hopper import HopperKernel
 from specdec.kernels.gpu.launch import overlap
+from specdec.kernels.gpu.merge import merge_heads, takes_heads
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
 from specdec.kernels.gpu.online import (
     BY_CONTEXT,
@@ -187,11 +188,11 @@ def _run_trees(call: _Call) -> None:
 
 
 def _tail_of(call: _Call, parts: int) -> dict[str, int]:
-    """How `tail_kernel` is launched, and whether a program loads sixteen states at once."""
-    if len(call.work.tree_rows) * call.num_kv_heads > 256:
-        return {"num_warps": 2, "SIXTEEN": False}
-    few = call.q.shape[1] // call.num_kv_heads * call.q.shape[2] <= SIXTEEN_STATES
-    return {"num_warps": 4, "SIXTEEN": few and parts > 8}
+    """How `tail_kernel` is launched, and how many states a program loads at once; the last part's is another one."""
+    many = len(call.work.tree_rows) * call.num_kv_heads > 256
+    room = not many and call.q.shape[1] // call.num_kv_heads * call.q.shape[2] <= SIXTEEN_STATES
+    at_once = next((n for n in (2, 4, 8) if parts - 1 <= n), 16 if room else 8)
+    return {"num_warps": 2 if many else 4, "AT_ONCE": at_once}
 
 
 def _run_chains(call: _Call) -> None:
@@ -209,11 +210,15 @@ def _run_chains(call: _Call) -> None:
     if not whole:
         if call.first == BY_CONTEXT:  # as many as the longest one has
             parts = num_parts(_keys(call), first_part(work.max_context, call.programs, call.q.shape[2]), 1)
+        if takes_heads(call.q):
+            merge_heads(call.out, state, work, parts, call.first, call.programs, call.sizes)
+            return
         heads = 1 if call.first == 1 or parts > 8 else 2  # of many rows, with few states each
+        at_once = 16 if heads == 1 and parts > 8 else 8
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
             call.out, *state, work.context_lens, work.positions, work.ancestors, num_rows, work.nodes_per_sequence,
-            call.programs, FIRST=call.first, HEADS=heads, SIXTEEN=heads == 1 and parts > 8, num_warps=1, **sizes,
+            call.programs, FIRST=call.first, HEADS=heads, AT_ONCE=at_once, num_warps=1, **sizes,
         )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def chain_kernel(
 @triton.jit
 def _merge_parts(
     out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, nothing, num_rows,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Merge as many parts of one row and head, and store what they come to; `nothing` is 0."""
     at, stride = row.to(tl.int64) * H + head, tl.cast(num_rows, tl.int64) * H
@@ -124,7 +124,7 @@ def _merge_parts(
     zero = (row * 0).to(tl.float32)
     state = zero + float("-inf"), zero, tl.zeros([BLOCK_D], tl.float32)
     ptrs = m_ptr + at, total_ptr + at, acc_ptr + at * D + d
-    _, total, acc = merge_states(state, ptrs, stride, count, count > 0, d < D, nothing, D, SIXTEEN)
+    _, total, acc = merge_states(state, ptrs, stride, count, count > 0, d < D, nothing, D, AT_ONCE)
     out = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
@@ -150,7 +150,7 @@ def merge_kernel(
     LARGE: tl.constexpr,
     FIRST: tl.constexpr,
     HEADS: tl.constexpr,
-    SIXTEEN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All parts of one node's keys for a few heads, in their order, with eight loads under way, or sixteen.
@@ -174,5 +174,5 @@ def merge_kernel(
         head = tl.program_id(1) * HEADS + i
         if HEADS == 1 or head < H:
             _merge_parts(
-                out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, nothing, num_rows, H, D, BLOCK_D, SIXTEEN
+                out_ptr, m_ptr, total_ptr, acc_ptr, row, head, count, nothing, num_rows, H, D, BLOCK_D, AT_ONCE
             )

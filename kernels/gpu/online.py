@@ -319,14 +319,7 @@ def store_state(
 
 
 @triton.jit
-def bits_of(four):
-    """Bits of the values of four splits, taken together: int32."""
-    x = four[0][2].to(tl.int32, bitcast=True) | four[1][2].to(tl.int32, bitcast=True)
-    return x | four[2][2].to(tl.int32, bitcast=True) | four[3][2].to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def when_there(acc, bits, nothing):
+def _when_there(acc, bits, nothing):
     """The same values, which can't be had before what `bits` are made of; `nothing` is 0, as the compiler can't know.
 
     To save registers it would ask for a split's values when those before are merged, and each time wait for memory.
@@ -335,7 +328,7 @@ def when_there(acc, bits, nothing):
 
 
 @triton.jit
-def _one_state(ptrs, step, ok, see, D: tl.constexpr):
+def _load_one(ptrs, step, ok, see, D: tl.constexpr):
     """Where a split ended, so many steps behind; else empty. Read past the first-level cache, as `load_state`."""
     m = tl.load(ptrs[0] + step, mask=ok, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(ptrs[1] + step, mask=ok, other=0.0, cache_modifier=".cg")
@@ -343,29 +336,17 @@ def _one_state(ptrs, step, ok, see, D: tl.constexpr):
 
 
 @triton.jit
-def _four_states(ptrs, first, stride, rest, ok, see, D: tl.constexpr):
-    """Four splits from the first on, of as many as there are."""
-    a = _one_state(ptrs, first * stride, ok & (first < rest), see & (first < rest), D)
-    b = _one_state(ptrs, (first + 1) * stride, ok & (first + 1 < rest), see & (first + 1 < rest), D)
-    c = _one_state(ptrs, (first + 2) * stride, ok & (first + 2 < rest), see & (first + 2 < rest), D)
-    return a, b, c, _one_state(ptrs, (first + 3) * stride, ok & (first + 3 < rest), see & (first + 3 < rest), D)
-
-
-@triton.jit
-def _merge_four(state, four):
-    """Put four splits behind those before them, as `merge` does."""
+def _merge_one(state, following):
+    """Put a split behind those before it, as `merge` does."""
     m, total, acc = state
-    for i in tl.static_range(4):
-        m_next, total_next, acc_next = four[i]
-        m, a, b = both_worth(m, m_next)
-        total = total * a + total_next * b
-        acc = acc * a + acc_next * b
-    return m, total, acc
+    m_next, total_next, acc_next = following
+    m, a, b = both_worth(m, m_next)
+    return m, total * a + total_next * b, acc * a + acc_next * b
 
 
 @triton.jit
-def merge_states(state, ptrs, stride, count, ok, see, nothing, D: tl.constexpr, SIXTEEN: tl.constexpr):
-    """Put as many states behind those before them, in their order, loaded eight or sixteen at once.
+def merge_states(state, ptrs, stride, count, ok, see, nothing, D: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Put as many states behind those before them, in their order.
 
     Args:
         state: maximum and sum of weights, numbers or [M, 1, 1], and weighted values, [width] or [M, pieces, width].
@@ -374,20 +355,18 @@ def merge_states(state, ptrs, stride, count, ok, see, nothing, D: tl.constexpr, 
         count: how many.
         ok, see: which numbers and which values there are.
         nothing: 0, as the compiler can't know.
+        AT_ONCE: how many are loaded before any is merged.
     """
-    AT_ONCE: tl.constexpr = 16 if SIXTEEN else 8
     for first in range(0, count, AT_ONCE):
-        a = _four_states(ptrs, 0, stride, count - first, ok, see, D)
-        b = _four_states(ptrs, 4, stride, count - first, ok, see, D)
-        bits = bits_of(a) | bits_of(b)
-        if SIXTEEN:
-            c = _four_states(ptrs, 8, stride, count - first, ok, see, D)
-            e = _four_states(ptrs, 12, stride, count - first, ok, see, D)
-            bits = bits | bits_of(c) | bits_of(e)
-        state = state[0], state[1], when_there(state[2], bits, nothing)
-        state = _merge_four(_merge_four(state, a), b)
-        if SIXTEEN:
-            state = _merge_four(_merge_four(state, c), e)
+        states = ()
+        bits = tl.zeros(state[2].shape, tl.int32)
+        for i in tl.static_range(AT_ONCE):
+            one = _load_one(ptrs, stride * i, ok & (i < count - first), see & (i < count - first), D)
+            states = states + (one,)
+            bits = bits | one[2].to(tl.int32, bitcast=True)
+        state = state[0], state[1], _when_there(state[2], bits, nothing)
+        for i in tl.static_range(AT_ONCE):
+            state = _merge_one(state, states[i])
         step = stride * AT_ONCE
         ptrs = ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
     return state
@@ -396,7 +375,7 @@ def merge_states(state, ptrs, stride, count, ok, see, nothing, D: tl.constexpr, 
 @triton.jit
 def merge_splits(
     m_ptr, total_ptr, acc_ptr, first, end, num_rows, row, head, ok, nothing,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SIXTEEN: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Merge the states of splits `first` to `end` of some rows; see `merge_states`.
 
@@ -414,5 +393,5 @@ def merge_splits(
     m, total = tl.full([BLOCK_M, 1, 1], float("-inf"), tl.float32), tl.zeros([BLOCK_M, 1, 1], tl.float32)
     state = m, total, tl.zeros([BLOCK_M, PIECES, WIDTH], tl.float32)
     ptrs = m_ptr + at, total_ptr + at, acc_ptr + at * D + d
-    m, total, acc = merge_states(state, ptrs, stride, end - first, ok, ok & (d < D), nothing, D, SIXTEEN)
+    m, total, acc = merge_states(state, ptrs, stride, end - first, ok, ok & (d < D), nothing, D, AT_ONCE)
     return tl.reshape(m, [BLOCK_M]), tl.reshape(total, [BLOCK_M]), tl.reshape(acc, [BLOCK_M, BLOCK_D])

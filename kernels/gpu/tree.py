@@ -215,7 +215,7 @@ def tail_kernel(
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
     FIRST: tl.constexpr,
-    SIXTEEN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The rest of the keys of one node, and all parts of its context.
@@ -260,7 +260,7 @@ def tail_kernel(
     of = tl.arange(0, FEW)
     m, total, acc = merge_splits(
         m_ptr, total_ptr, acc_ptr, first_part, end_part, num_nodes, node_of + of * 0, kv_head * GROUP + of,
-        (of < GROUP) & (ancestors != 0), position >> 31, H, D, FEW, BLOCK_D, SIXTEEN,
+        (of < GROUP) & (ancestors != 0), position >> 31, H, D, FEW, BLOCK_D, AT_ONCE,
     )  # fmt: skip
     m, total, acc = _repeated(m, BLOCK_M), _repeated(total, BLOCK_M), _repeated(acc, BLOCK_M)
     total = tl.broadcast_to(total[:, None], [BLOCK_M, 16])

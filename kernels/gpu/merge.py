@@ -1,0 +1,151 @@
+"""Merge of the parts of chains' keys on Hopper GPUs. In Gluon.
+
+Where there are many rows with few parts, to start programs takes most of a merge's time, and so does what is done for
+states that aren't there. So a program has several heads of a row, and takes as many states at once as there may be, if
+they are few. Layouts say that a thread has values of one head: Triton finds what there is one of in each head twice.
+`merge_kernel` in `gpu/chain.py` is for all else. The bits are the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from specdec.kernels.gpu.hopper import KEY_TILE, first_by_context, new_maximum, split_of, wait_for_kernels
+from specdec.kernels.gpu.launch import on_hopper
+from specdec.kernels.work import AttentionWork
+
+
+@gluon.constexpr_function
+def _layout(lanes, warps):
+    """The layout of heads' values: so many threads of a warp have one head's, sixteen bytes each at a time."""
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _load_state(ptrs, step, there, D: gl.constexpr):
+    """Where a part ended for some heads, so many steps behind: two numbers [M], and values [M, D]; else empty."""
+    m = gl.load(ptrs[0] + step, mask=there, other=float("-inf"), cache_modifier=".cg")
+    total = gl.load(ptrs[1] + step, mask=there, other=0.0, cache_modifier=".cg")
+    return m, total, gl.load(ptrs[2] + step * D, mask=there[:, None], other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _merge(state, following):
+    """Put a part behind those before it."""
+    m, total, acc = state
+    m_next, total_next, acc_next = following
+    m, finite, a = new_maximum(m, m_next)
+    b = gl.exp2(m_next - finite)
+    return m, total * a + total_next * b, acc * a[:, None] + acc_next * b[:, None]
+
+
+@gluon.jit(do_not_specialize=["num_rows", "nodes", "programs"])
+def merge_heads_kernel(
+    out_ptr, m_ptr, total_ptr, acc_ptr, context_ptr, positions_ptr, ancestors_ptr, num_rows, nodes, programs,
+    H: gl.constexpr, D: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr,
+    FIRST: gl.constexpr, PDL: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
+    """All parts of one node's keys for some heads, in their order, so many of them at once; as `merge_kernel`."""
+    LAYOUT: gl.constexpr = _layout(LANES, WARPS)
+    HEADS: gl.constexpr = WARPS * (32 // LANES)
+    row = gl.program_id(0)
+    position = gl.load(positions_ptr + row).to(gl.int32)
+    first = position * 0 + FIRST
+    if FIRST == 0:
+        context = gl.load(context_ptr + row // nodes).to(gl.int32)
+        first = first_by_context(context, programs, SMALL, NUM, LARGE)
+    count = gl.maximum(split_of(position // KEY_TILE, SMALL, NUM, LARGE) - (first - 1), 0) + 1
+    count = gl.where(gl.load(ancestors_ptr + row) == 0, 0, count)
+    nothing = position >> 31  # a row's that sees keys
+    head = gl.program_id(1) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    at, stride = row.to(gl.int64) * H + head, gl.to_tensor(num_rows).to(gl.int64) * H
+    values_at = (at * D)[:, None] + d[None, :]
+    ptrs = m_ptr + at, total_ptr + at, acc_ptr + values_at
+    wait_for_kernels(PDL)
+    m = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+    total = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    acc = gl.zeros([HEADS, D], gl.float32, LAYOUT)
+    for part in range(0, count, AT_ONCE):
+        states = ()
+        bits = gl.zeros([HEADS, D], gl.int32, LAYOUT)
+        for i in gl.static_range(AT_ONCE):
+            state = _load_state(ptrs, stride * i, (head < H) & (i < count - part), D)
+            states = states + (state,)
+            bits = bits | state[2].to(gl.int32, bitcast=True)
+        acc = (acc.to(gl.int32, bitcast=True) | (bits & nothing)).to(gl.float32, bitcast=True)  # as `when_there`
+        for i in gl.static_range(AT_ONCE):
+            m, total, acc = _merge((m, total, acc), states[i])
+        step = stride * AT_ONCE
+        ptrs = ptrs[0] + step, ptrs[1] + step, ptrs[2] + step * D
+    out = acc / gl.where(total == 0.0, 1.0, total)[:, None]
+    gl.store(out_ptr + values_at, out.to(out_ptr.dtype.element_ty), mask=(head < H)[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """How parts are merged: threads of a warp that have a head's values, warps of a program, parts at once."""
+
+    lanes: int
+    warps: int
+    at_once: int
+
+    def fitting(self, num_heads: int, head_dim: int) -> "Merge":
+        """The same for heads of fewer values, and with fewer warps where a fourth of them or more would have no head.
+
+        No bit depends on either.
+        """
+        lanes, warps = min(self.lanes, head_dim // 4), self.warps
+        while warps > 1 and 4 * (-num_heads % (warps * 32 // lanes)) >= num_heads:
+            warps //= 2
+        return Merge(lanes, warps, self.at_once)
+
+
+FEW_ROWS = 4
+"""Up to so many rows a program of eight heads is the faster one, of up to ten parts; of more rows, one of a head."""
+
+
+def merge_of(parts: int, num_rows: int) -> Merge:
+    """Return how so many parts of rows' heads, of 128 values each, are merged.
+
+    Those were the fastest in captured steps on an H200: by itself a merge leaves what comes behind it other room.
+    """
+    if parts <= 1:
+        return Merge(16, 8, 1)
+    if parts <= 5:
+        return Merge(32, 8, 5)
+    return Merge(32, 8 if num_rows <= FEW_ROWS else 1, 10) if parts <= 10 else Merge(32, 1, 16)
+
+
+def takes_heads(q: Tensor) -> bool:
+    """Return whether the kernel is made for the heads of such queries, and for the device."""
+    return q.shape[2] in (64, 128) and on_hopper(q.device)
+
+
+def merge_heads(
+    out: Tensor, state: Sequence[Tensor], work: AttentionWork, parts: int, first: int, programs: int,
+    sizes: dict[str, Any],
+) -> None:  # fmt: skip
+    """Merge the states of chains' parts.
+
+    Args:
+        out: [N, num_heads, D], where rows go.
+        state: where the states are.
+        work: the batch.
+        parts: most parts of a row.
+        first: splits that the first part takes, or BY_CONTEXT, where so many `programs` share a context.
+        sizes: what attention kernels are compiled for.
+    """
+    num_rows, num_heads, head_dim = out.shape
+    merge = merge_of(parts, num_rows).fitting(num_heads, head_dim)
+    names = ("H", "D", "SMALL", "NUM", "LARGE")
+    merge_heads_kernel[(num_rows, triton.cdiv(num_heads, merge.warps * 32 // merge.lanes))](
+        out, *state, work.context_lens, work.positions, work.ancestors, num_rows, work.nodes_per_sequence, programs,
+        *(sizes[name] for name in names), first, sizes["PDL"], merge.lanes, merge.warps, merge.at_once,
+        num_warps=merge.warps, enable_fp_fusion=False, launch_pdl=sizes["PDL"],
+    )  # fmt: skip
