@@ -188,11 +188,14 @@ def _run_trees(call: _Call) -> None:
 
 
 def _tail_of(call: _Call, parts: int) -> dict[str, int]:
-    """How `tail_kernel` is launched, and how many states a program loads at once; the last part's is another one."""
-    many = len(call.work.tree_rows) * call.num_kv_heads > 256
-    room = not many and call.q.shape[1] // call.num_kv_heads * call.q.shape[2] <= SIXTEEN_STATES
-    at_once = next((n for n in (2, 4, 8) if parts - 1 <= n), 16 if room else 8)
-    return {"num_warps": 2 if many else 4, "AT_ONCE": at_once}
+    """How `tail_kernel` is launched, and how many states a program loads at once; the last part's is another one.
+
+    Many programs are two warps each, so that all run at once; then it is instructions that take their time.
+    """
+    if len(call.work.tree_rows) * call.num_kv_heads > 256:
+        return {"num_warps": 2, "AT_ONCE": 2 if parts <= 3 else 4}
+    room = call.q.shape[1] // call.num_kv_heads * call.q.shape[2] <= SIXTEEN_STATES
+    return {"num_warps": 4, "AT_ONCE": next((n for n in (2, 4, 8) if parts - 1 <= n), 16 if room else 8)}
 
 
 def _run_chains(call: _Call) -> None:
