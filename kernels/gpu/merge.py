@@ -76,7 +76,7 @@ def merge_heads_kernel(
         bits = gl.zeros([HEADS, D], gl.int32, LAYOUT)
         for i in gl.static_range(AT_ONCE):
             state = _load_state(ptrs, stride * i, (head < H) & (i < count - part), D)
-            states = states + (state,)
+            states = states + (state,)  # type: ignore[assignment]  # Gluon unrolls the loop
             bits = bits | state[2].to(gl.int32, bitcast=True)
         acc = (acc.to(gl.int32, bitcast=True) | (bits & nothing)).to(gl.float32, bitcast=True)  # as `when_there`
         for i in gl.static_range(AT_ONCE):

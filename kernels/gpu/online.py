@@ -362,7 +362,7 @@ def merge_states(state, ptrs, stride, count, ok, see, nothing, D: tl.constexpr, 
         bits = tl.zeros(state[2].shape, tl.int32)
         for i in tl.static_range(AT_ONCE):
             one = _load_one(ptrs, stride * i, ok & (i < count - first), see & (i < count - first), D)
-            states = states + (one,)
+            states = states + (one,)  # type: ignore[assignment]  # Triton unrolls the loop
             bits = bits | one[2].to(tl.int32, bitcast=True)
         state = state[0], state[1], _when_there(state[2], bits, nothing)
         for i in tl.static_range(AT_ONCE):
