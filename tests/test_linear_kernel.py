@@ -215,7 +215,7 @@ for name, found in COMPILED:
 """)
     assert len(made) == 48
     for name, shared, instructions in made:
-        assert name == "_tma_kernel" and 96 << 10 < shared <= 227 << 10
+        assert name == "_tma_kernel" and 64 << 10 < shared <= 227 << 10
         copies, *products = (i.split(".global")[0] for i in instructions)
         assert copies == "cp.async.bulk.tensor." and products in (["wgmma.mma_async"], ["mma.sync"])
     assert sum("mma.sync" in instructions for _, _, instructions in made) == 2

@@ -1,7 +1,7 @@
 """How matrix products are cut into tiles, and which tile is the fastest for how many rows.
 
 An element's bits don't depend on it. Few rows are bound by the weight's bytes: what counts is how many of its loads are
-in flight, and how many bytes of the rows each program reads beside them.
+in flight, as many as memory needs but no more, and how many bytes of the rows each program reads beside them.
 """
 
 from dataclasses import dataclass, replace
@@ -62,10 +62,11 @@ HALF_BUSY = 66
 """Tiles from which on half of a GPU's multiprocessors have one; where they are fewer, smaller tiles are faster."""
 _TMA_TILES = {
     "gated": {
+        1: Tile(16, 128, 64, 4, 4, True),
         8: Tile(16, 128, 128, 4, 3, True),
-        16: Tile(16, 64, 256, 4, 3, True),
+        16: Tile(16, 128, 64, 4, 3, True),
         32: Tile(32, 128, 64, 4, 4, True),
-        64: Tile(64, 128, 64, 4, 3, True),
+        64: Tile(64, 64, 64, 4, 3, True),
     },
     "head": {
         16: Tile(16, 128, 128, 4, 5, True),
