@@ -18,7 +18,8 @@ from specdec.kernels.gpu.tiles import (
     tile_of,
 )
 from specdec.kernels.gpu.tma import takes_tma
-from specdec.kernels.slabs import SLAB, to_slabs
+from specdec.kernels.slabs import SLAB, in_slabs, to_slabs
+from tests import sanitize
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
 from tests.test_formats import on_hopper
 
@@ -219,6 +220,16 @@ for name, found in COMPILED:
         copies, *products = (i.split(".global")[0] for i in instructions)
         assert copies == "cp.async.bulk.tensor." and products in (["wgmma.mma_async"], ["mma.sync"])
     assert sum("mma.sync" in instructions for _, _, instructions in made) == 2
+
+
+def test_products_for_the_sanitizer_are_of_slabs_where_matrices_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Hopper GPU; nothing is launched. A small model's matrix is none of slabs."""
+    found: list[tuple[int, bool]] = []
+    monkeypatch.setattr(sanitize, "takes_tma", lambda x, weight: True)
+    for name in ("linear", "gated_linear"):
+        monkeypatch.setattr(sanitize, name, lambda x, w, *args, **how: found.append((x.shape[1], in_slabs(w))))
+    sanitize.products()
+    assert set(found) == {(4096, False), (4096, True), (576, False)}
 
 
 def test_tma_is_taken_where_rows_stand_at_addresses_that_it_can_load_from(monkeypatch: pytest.MonkeyPatch) -> None:
