@@ -78,7 +78,7 @@ def merge_heads_kernel(
             state = _load_state(ptrs, stride * i, (head < H) & (i < count - part), D)
             states = states + (state,)  # type: ignore[assignment]  # Gluon unrolls the loop
             bits = bits | state[2].to(gl.int32, bitcast=True)
-        acc = (acc.to(gl.int32, bitcast=True) | (bits & nothing)).to(gl.float32, bitcast=True)  # as `when_there`
+        acc = (acc.to(gl.int32, bitcast=True) | (bits & nothing)).to(gl.float32, bitcast=True)  # as `_when_there`
         for i in gl.static_range(AT_ONCE):
             m, total, acc = _merge((m, total, acc), states[i])
         step = stride * AT_ONCE
@@ -96,9 +96,9 @@ class Merge:
     at_once: int
 
     def fitting(self, num_heads: int, head_dim: int) -> "Merge":
-        """The same for heads of fewer values, and with fewer warps where a fourth of them or more would have no head.
+        """The same for so many heads: fewer threads for fewer values, and fewer warps where many would have no head.
 
-        No bit depends on either.
+        Many are a fourth of the heads. No bit depends on either.
         """
         lanes, warps = min(self.lanes, head_dim // 4), self.warps
         while warps > 1 and 4 * (-num_heads % (warps * 32 // lanes)) >= num_heads:

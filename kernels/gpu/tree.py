@@ -166,6 +166,7 @@ def _load_path(
         key = _path_keys(at, context, ancestors)
     block = tl.load(table_at + key // BLOCK_SIZE, mask=see, other=0).to(tl.int64)
     slot = (block * BLOCK_SIZE + key % BLOCK_SIZE) * G + kv_head
+    # Of what was loaded, which the compiler hands over: it would find a key again for each row of values of a thread.
     row = slot & -2, (slot & 1).to(tl.int32)
     k, v = load_values(k_ptr, row, see, dtype, D, BLOCK_D), load_values(v_ptr, row, see, dtype, D, BLOCK_D)
     return k, v, see
