@@ -211,17 +211,22 @@ def _run_chains(call: _Call) -> None:
             FIRST=call.first, WHOLE=whole, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
     if not whole:
-        if call.first == BY_CONTEXT:  # as many as the longest one has
-            parts = num_parts(_keys(call), first_part(work.max_context, call.programs, call.q.shape[2]), 1)
-        if takes_heads(call.q):
-            merge_heads(call.out, state, work, parts, call.first, call.programs, call.sizes)
-            return
+        _merge_chains(call, state, parts)
+
+
+def _merge_chains(call: _Call, state: tuple[Tensor, Tensor, Tensor], parts: int) -> None:
+    """Merge as many parts of each row at most, by the kernel that is made for its heads."""
+    work, (num_rows, num_heads, head_dim) = call.work, call.q.shape
+    if call.first == BY_CONTEXT:  # as many as the longest one has
+        parts = num_parts(_keys(call), first_part(work.max_context, call.programs, head_dim), 1)
+    if takes_heads(call.q):
+        merge_heads(call.out, state, work, parts, call.first, call.programs, call.sizes)
+    else:
         heads = 1 if call.first == 1 or parts > 8 else 2  # of many rows, with few states each
-        at_once = 16 if heads == 1 and parts > 8 else 8
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
-        merge_kernel[(num_rows, triton.cdiv(call.q.shape[1], heads))](
+        merge_kernel[(num_rows, triton.cdiv(num_heads, heads))](
             call.out, *state, work.context_lens, work.positions, work.ancestors, num_rows, work.nodes_per_sequence,
-            call.programs, FIRST=call.first, HEADS=heads, AT_ONCE=at_once, num_warps=1, **sizes,
+            call.programs, FIRST=call.first, HEADS=heads, AT_ONCE=16 if parts > 8 else 8, num_warps=1, **sizes,
         )  # fmt: skip
 
 

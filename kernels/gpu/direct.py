@@ -4,8 +4,7 @@
 again, and to the tensor cores. Here tiles of codes are copied to shared memory ahead, and each thread takes from there
 the very codes that it hands to the tensor cores. Which values of a row a thread holds is ours to choose, as long as the
 sixteen that a product sums at once stay the same: it takes four that stand together, of a key and of a value; queries
-and sums are put in that order. The state of each split is left as those kernels leave it, for `merge_kernel` and
-`tail_kernel`.
+and sums are put in that order. The state of each split is left as those kernels leave it, for those that merge.
 
 The bits are those of the other kernels (`tests/test_direct.py`). It is for tiles of 16 rows of a few sequences;
 `gpu/single.py` is for those of many, and `gpu/wide.py` for tiles of 64 rows.

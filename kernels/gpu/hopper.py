@@ -1,7 +1,7 @@
 """What attention kernels in Gluon share: which part of which tile of nodes a program takes, when they are taken.
 
 They are made for Hopper GPUs, tiles of 64 keys and blocks of 16, 32 or 64 slots. The state of each part is left as
-`gpu/chain.py` and `gpu/tree.py` leave it, for `merge_kernel` and `tail_kernel`.
+`gpu/chain.py` and `gpu/tree.py` leave it, for the kernels that merge them.
 """
 
 from collections.abc import Sequence
