@@ -4,7 +4,7 @@ All of it is tensors on the device, so that a captured graph reads the lengths o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -39,6 +39,8 @@ class AttentionWork:
         pairs: whether each two of `tree_tiles`, one behind the other, are of one sequence.
         early: whether all of this, and the keys and values of contexts, may be read while the kernel that was launched
             before attention still runs.
+        paths: of tree nodes, once they are found (`gpu/paths.py`): by keys a tile and slots a block, [T, …] int32. What
+            `replace` makes of this has its own.
     """
 
     block_table: torch.Tensor
@@ -56,6 +58,7 @@ class AttentionWork:
     chains: bool = False
     pairs: bool = False
     early: bool = False
+    paths: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def work(self, group: int, max_block: int) -> "AttentionWork":
         """Itself: made for the kernel that asks."""

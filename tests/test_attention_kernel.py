@@ -2,21 +2,21 @@
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.attention import tree_attention as reference
 from specdec.kernels.formats import FORMATS, Pages, QuantizedPages, load, quantize
-from specdec.kernels.gpu import attention
+from specdec.kernels.gpu import attention, paths
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.online import num_parts, num_splits
-from specdec.kernels.gpu.tree import _path_keys
+from specdec.kernels.gpu.paths import LENGTH, path_slots
 from specdec.kernels.ops import FLOAT32_SHARED_MEMORY
 from specdec.kernels.work import AttentionWork, uniform_work
 from specdec.verifier.tree import chain_parents
@@ -175,7 +175,7 @@ def test_no_loop_carries_what_triton_would_drop() -> None:
     [wrong, *kernels] = on_hopper("""
 import torch
 from tests.hopper import COMPILED, attend, bounds_alone, dropped
-from specdec.kernels.gpu import attention
+from specdec.kernels.gpu import attention, paths
 bounds_alone[(1,)](torch.zeros(1, dtype=torch.int32), 9)
 attention._first_part = lambda *args: 2
 attend(None, 16, chains=True)
@@ -184,7 +184,7 @@ for name, made in COMPILED:
     print((name, dropped(str(made["ttir"]))))
 """)
     assert wrong[0] == "bounds_alone" and len(wrong[1]) == 1 and wrong[1][0].startswith("%low")
-    assert kernels == [(name, []) for name in ("chain_kernel", "merge_kernel", "context_kernel", "tail_kernel")]
+    assert kernels == [(name, []) for name in ("chain_kernel", "merge_kernel", "paths_kernel", "context_kernel", "tail_kernel")]
 
 
 def test_programs_that_merge_two_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_chains_of_a_batch_that_was_just_divided_wait_before_they_read() -> None
     """In captured steps they may read the tables before, since the kernel in front writes none of them."""
     [waits] = on_hopper("""
 import re
-from specdec.kernels.gpu import attention
+from specdec.kernels.gpu import attention, paths
 from tests.hopper import COMPILED, attend
 attention.overlap = lambda device: {"PDL": True, "launch_pdl": True}
 attend(None, 1, chains=True)
@@ -254,7 +254,7 @@ print(re.findall(r"griddepcontrol.wait|ld.global", ptx))
 def test_programs_with_nothing_to_do_wait_for_no_kernel() -> None:
     """Each program of a merge has something to do."""
     ends = on_hopper("""
-from specdec.kernels.gpu import attention
+from specdec.kernels.gpu import attention, paths
 from tests.hopper import COMPILED, attend, may_end_unwaited
 attention.overlap = lambda device: {"PDL": True, "launch_pdl": True}
 for pages, nodes, codes in (
@@ -318,7 +318,7 @@ def test_how_many_states_are_merged_at_once(
 
 @pytest.mark.parametrize(
     ("nodes", "parts", "warps", "at_once"),
-    [(64, 2, 2, 2), (64, 3, 2, 2), (64, 4, 2, 4), (64, 30, 2, 4), (32, 3, 4, 2), (16, 5, 4, 4), (1, 9, 4, 8),
+    [(64, 2, 2, 2), (64, 3, 2, 2), (64, 4, 2, 4), (64, 24, 2, 4), (64, 30, 2, 6), (32, 3, 4, 2), (16, 5, 4, 4), (1, 9, 4, 8),
      (16, 10, 4, 16), (16, 47, 4, 16)],
 )  # fmt: skip
 def test_how_many_states_a_tail_loads_at_once(nodes: int, parts: int, warps: int, at_once: int) -> None:
@@ -345,31 +345,49 @@ for name, made in COMPILED:
     assert all("LDG.E.128" not in order[order.index("MUFU.EX2") :] for order in orders)
 
 
-@triton.jit
-def _path_kernel(out_ptr, ancestors_ptr, context):
-    row, lane = tl.program_id(0), tl.arange(0, 128)
-    tl.store(out_ptr + row * 128 + lane, _path_keys(lane, context, tl.load(ancestors_ptr + row)))
-
-
-def test_keys_of_a_path_are_its_ancestors_in_their_order() -> None:
-    rng, context = random.Random(0), 37
+def test_slots_of_paths() -> None:
+    """The rest of the context and a node's ancestors in their order, of trees with any number of nodes before."""
+    rng, context, block_size = random.Random(0), [37, 64, 191], 16
     paths = [sorted({0, *rng.sample(range(64), n)}) for n in range(1, 64)] + [[0, 63], [62, 63], [*range(32, 64)]]
-    masks = [sum(1 << node for node in path) for path in paths]
-    ancestors = torch.tensor([mask - (1 << 64 if mask >> 63 else 0) for mask in masks], device=DEVICE)
-    found = torch.empty(len(paths), 128, dtype=torch.int32, device=DEVICE)
-    _path_kernel[(len(paths),)](found, ancestors, context)
-    for keys, path in zip(found.tolist(), paths, strict=True):
-        assert keys[: context + len(path)] == [*range(context), *(context + node for node in path)]
+    masks = [sum(1 << node for node in path) for path in paths] + [0]
+    ancestors = torch.tensor([mask - (1 << 64 if mask >> 63 else 0) for mask in masks] * 3, device=DEVICE)
+    num_nodes = len(masks)
+    depths = torch.tensor([len(path) - 1 for path in paths] + [0]).repeat(3)
+    lens = torch.tensor(context, dtype=torch.int32)
+    positions = (lens.repeat_interleave(num_nodes) + depths).to(DEVICE)
+    table = torch.tensor([rng.sample(range(99), 16) for _ in context], dtype=torch.int32, device=DEVICE)
+    work = uniform_work(3, num_nodes, table, lens.to(DEVICE), positions, ancestors, 1, 191, False)
+    for tile in (32, 64):
+        found = iter(path_slots(work, tile, block_size).tolist())
+        for blocks, length in zip(table.tolist(), context, strict=True):
+            for path in [*paths, None]:
+                keys = [] if path is None else [*range(length // tile * tile, length), *(length + n for n in path)]
+                want = [blocks[key // block_size] * block_size + key % block_size for key in keys]
+                assert next(found) == want + [-1] * (LENGTH - len(want))
 
 
-def test_keys_of_a_path_are_found_once() -> None:
-    """Not again for each key that a thread loads values of, as the compiler would rather than hand them over.
+def test_paths_are_found_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta, keys = build([(70, 0, RAGGED)] * 2, device=DEVICE)
+    k, v = make_pages(int(meta.block_table.max()) + 1, 16, 1, 32, torch.float16, keys)
+    q, kernel = torch.randn(2 * len(RAGGED), 2, 32, device=DEVICE).half(), MagicMock(wraps=paths.paths_kernel)
+    kernel.__getitem__.side_effect = paths.paths_kernel.__getitem__
+    monkeypatch.setattr(paths, "paths_kernel", kernel)
+    work = meta.work(2, 128)
+    for batch in (meta, meta, work, replace(work, early=False)):
+        tree_attention(q, k, v, batch, scale=0.2)
+    asked = [call.args for call in kernel.__getitem__.call_args_list]
+    assert asked == [((len(q),),)] * 2, "the next layer's work is the same; what is made of it has paths of its own"
+
+
+def test_what_a_tail_waits_for() -> None:
+    """For the slots of a path, and then at once for all its keys and values; no key is found in it.
 
     And all values of a thread that are merged are of one row: none of the others' maxima is asked for.
     """
-    [(count, loads, _), *others] = on_hopper("""
+    [(count, loads, order, _), *others] = on_hopper("""
 import re
-from tests.hopper import COMPILED, assembly, attend, registers
+from tests.hopper import COMPILED, assembly, attend, attention, registers
+attention.overlap = lambda device: {"PDL": True, "launch_pdl": True}
 attend(None, 64, chains=False, codes="NATIVE")
 attend(None, 64, chains=False, codes="PAIR", first=0, context=32768)
 attend(None, 16, chains=False, codes="NATIVE")
@@ -377,10 +395,13 @@ for name, made in COMPILED:
     if name == "tail_kernel":
         text = assembly(made)
         count = len(re.findall("^ +/[*][0-9a-f]{4,5}[*]/", text, re.M))
-        print((count, text.count("STRONG.GPU"), registers(made)))
+        order = re.findall(r"LDG[.]E[.]128(?= )|STS|ACQBULK|STRONG[.]GPU", text)
+        print((count, text.count("STRONG.GPU"), order, registers(made)))
 """)
-    assert count < 2800, "it was 4,531 once"
-    assert loads == 2 + 2 + 4 * (2 + 1 + 2), "of the last part and of four; maxima twice, as there are sums of weights"
+    assert count < 2700, "it was 4,531 once"
+    assert loads == 2 + 2 + 2 + 4 * (2 + 1 + 2), "of two tiles, the last part and four; maxima twice, as there are sums"
+    first = order.index("LDG.E.128", order.index("STRONG.GPU"))
+    assert order[first : first + 32] == ["LDG.E.128"] * 32
     assert [stack for *_, (_, stack) in others] == [0, 0]
 
 
@@ -495,7 +516,7 @@ for pages_format, dtype in ((None, torch.bfloat16), ("int8", torch.bfloat16), (N
         print({name: made["shared"] for name, made in sorted(COMPILED, key=lambda found: found[1]["shared"])})
         COMPILED.clear()
 """)
-    assert set(halves) == set(floats) == {"chunk_kernel", "context_kernel", "tail_kernel"}
+    assert set(halves) == set(floats) == {"chunk_kernel", "paths_kernel", "context_kernel", "tail_kernel"}
     assert 64 << 10 < max(halves.values()) <= 99 << 10
     assert max(floats.values()) == FLOAT32_SHARED_MEMORY
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.kernels.gpu import merge
 from specdec.kernels.gpu.chain import merge_kernel
 from specdec.kernels.gpu.launch import overlap
-from specdec.kernels.gpu.merge import FEW_ROWS, Merge, merge_heads, merge_of, takes_heads
+from specdec.kernels.gpu.merge import FEW_ROWS, MANY_ROWS, SOME_ROWS, Merge, merge_heads, merge_of, takes_heads
 from specdec.kernels.gpu.online import BY_CONTEXT, LARGE_SPLIT, NUM_SMALL, SMALL_SPLIT, first_part, num_parts
 from specdec.kernels.work import AttentionWork, uniform_work
 from tests.kernels import DEVICE, ON_GPU
@@ -18,7 +18,7 @@ from tests.test_formats import on_hopper
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
 CONTEXTS, NODES = [0, 60, 1100, 2100, 9000], 2
-MERGES = sorted({merge_of(parts, rows) for parts in (1, 5, 10, 99) for rows in (1, 99)}, key=str)
+MERGES = sorted({merge_of(parts, rows) for parts in (1, 5, 10, 20, 32, 99) for rows in (1, 2, 99)}, key=str)
 
 
 def make_batch(heads: int, dim: int, first: int, programs: int) -> tuple[AttentionWork, tuple[Tensor, ...], int]:
@@ -70,32 +70,41 @@ def test_bits_are_those_of_one_head_a_program(
 
 
 def test_states_are_asked_for_before_any_is_merged() -> None:
-    """Sixteen bytes at a time by each thread; and where few states are there, no more are asked for than may be."""
+    """By one load of each thread; and where few states are there, no more are asked for than may be."""
     kernels = on_hopper("""
 import re
 from tests.hopper import COMPILED, assembly, attend, registers
 for dim in 128, 64:
-    for nodes, context in (1, 512), (1, 1024), (64, 1000), (1, 9000):
+    for nodes, context in (1, 512), (1, 1024), (64, 1000), (1, 9000), (2, 9000), (1, 20000), (1, 32768), (64, 9000):
         COMPILED.clear()
         attend(None, nodes, chains=True, codes="NATIVE", context=context, dim=dim, merged_by_heads=True)
         for name, made in COMPILED:
             if name == "merge_heads_kernel":
-                order = re.findall(r"LDG.E.128|MUFU.EX2", assembly(made))
-                print((dim, order[: order.index("MUFU.EX2")].count("LDG.E.128"), registers(made), made["shared"]))
+                order = re.findall(r"LDG|FMUL", assembly(made))
+                loads = order.count("LDG")
+                products = order[: -order[::-1].index("LDG")].count("FMUL")
+                print((dim, loads, products / order.count("FMUL"), registers(made), made["shared"]))
 """)
-    assert [made[:2] for made in kernels] == [(dim, states) for dim in (128, 64) for states in (5, 10, 10, 16)]
-    for _, _, (count, stack), shared in kernels:
-        assert count <= 128 and not stack and not shared
+    states = 5, 10, 10, 24, 24, 48, 48, 16
+    assert [made[0] for made in kernels] == [128] * 8 + [64] * 8
+    for (_, loads, share, (_, stack), shared), most in zip(kernels, 2 * states, strict=True):
+        assert 3 * most < loads < 3 * most + 8, "of each two numbers, its values, and what a program is for"
+        assert share < (0.06 if most <= 24 else 0.4), "of products in front of a load; 48 states are more than fit"
+        assert not stack and not shared
 
 
 def test_how_parts_are_merged() -> None:
-    few, many = FEW_ROWS, FEW_ROWS + 1
-    assert [merge_of(n, many).at_once for n in (1, 2, 5, 6, 10, 11, 47)] == [1, 5, 5, 10, 10, 16, 16]
-    assert (merge_of(9, few).warps, merge_of(9, many).warps) == (8, 1)
+    assert [merge_of(n, MANY_ROWS + 1).at_once for n in (1, 2, 5, 6, 10, 11, 47)] == [1, 5, 5, 10, 10, 16, 16]
+    assert [merge_of(n, MANY_ROWS).at_once for n in (16, 17, 24, 25, 47)] == [16, 24, 24, 16, 16]
+    assert [merge_of(n, SOME_ROWS).at_once for n in (17, 24, 25, 32, 33, 99)] == [24, 24, 32, 32, 48, 48]
+    assert (merge_of(9, FEW_ROWS).warps, merge_of(9, FEW_ROWS + 1).warps) == (8, 1)
+    assert (merge_of(20, 1).lanes, merge_of(20, 2).lanes) == (128, 32)
     assert Merge(32, 8, 10).fitting(32, 128) == Merge(32, 8, 10)
     assert Merge(32, 8, 10).fitting(9, 64) == Merge(16, 1, 10), "five programs of two heads: one is nobody's"
     assert Merge(32, 8, 10).fitting(12, 128) == Merge(32, 4, 10)
     assert Merge(16, 8, 1).fitting(14, 64) == Merge(16, 8, 1), "two of sixteen"
+    assert Merge(64, 8, 10).fitting(9, 128) == Merge(64, 4, 10), "a head's values are two warps'"
+    assert Merge(128, 4, 24).fitting(9, 64) == Merge(64, 4, 24), "and of half of the values, half of the threads'"
 
 
 def test_devices_and_heads_that_it_is_made_for(monkeypatch: pytest.MonkeyPatch) -> None:

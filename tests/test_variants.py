@@ -24,6 +24,7 @@ EXPECTED = {
     "ngram._search_kernel": 1,
     "norm._add_rmsnorm_kernel": 1,
     "norm._rmsnorm_kernel": 2,  # hidden states; queries and keys
+    "paths.paths_kernel": 1,
     "rank._block_kernel": 1,
     "rank._row_kernel": 1,
     "roots._roots_kernel": 1,

@@ -5,6 +5,7 @@ the arithmetic of `specdec.kernels.gpu.online`. Which kernel runs which rows is 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -31,6 +32,7 @@ from specdec.kernels.gpu.online import (
 )
 from specdec.kernels.gpu.pages import PagePointers, pointers
 from specdec.kernels.gpu.pair import PAIR
+from specdec.kernels.gpu.paths import path_slots
 from specdec.kernels.gpu.single import SINGLE
 from specdec.kernels.gpu.tree import context_kernel, tail_kernel
 from specdec.kernels.gpu.wide import WIDE
@@ -63,8 +65,8 @@ class _Call:
     out: Tensor
     work: AttentionWork
     factors: tuple[float, float]
-    sizes: dict[str, object]
-    shape: dict[str, object]
+    sizes: dict[str, Any]
+    shape: dict[str, Any]
     way: HopperKernel | None
     first: int
     programs: int
@@ -172,6 +174,7 @@ def _run_chunks(call: _Call) -> None:
 def _run_trees(call: _Call) -> None:
     work, table, num_nodes = call.work, call.work.block_table, len(call.work.tree_rows)
     state, parts = _states(call)
+    slots = path_slots(work, call.shape["TILE"], call.shape["BLOCK_SIZE"])
     if call.way is not None:
         call.way.attend(call.q, call.pages, state, work, call.factors[0], parts, call.first, call.shape)
     else:
@@ -179,11 +182,12 @@ def _run_trees(call: _Call) -> None:
             call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
             num_nodes, *call.factors, FIRST=call.first, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
+    shape = {name: size for name, size in call.shape.items() if name != "BLOCK_SIZE"}
     tail_kernel[(num_nodes, call.num_kv_heads)](
-        call.q, *call.pages, call.out, *state, work.tree_rows, work.tree_sequences, table, work.context_lens,
-        work.positions, work.ancestors, table.stride(0), num_nodes, work.nodes_per_sequence, call.programs,
-        *call.factors, FIRST=call.first, BLOCK_M=call.group_block, num_stages=1, **_tail_of(call, parts),
-        **call.shape,
+        call.q, *call.pages, call.out, *state, slots, work.tree_rows, work.tree_sequences, work.context_lens,
+        work.positions, work.ancestors, num_nodes, work.nodes_per_sequence, call.programs, *call.factors,
+        FIRST=call.first, LENGTH=slots.shape[1], BLOCK_M=call.group_block, num_stages=1, **_tail_of(call, parts),
+        **shape,
     )  # fmt: skip
 
 
@@ -193,7 +197,7 @@ def _tail_of(call: _Call, parts: int) -> dict[str, int]:
     Many programs are two warps each, so that all run at once; then it is instructions that take their time.
     """
     if len(call.work.tree_rows) * call.num_kv_heads > 256:
-        return {"num_warps": 2, "AT_ONCE": 2 if parts <= 3 else 4}
+        return {"num_warps": 2, "AT_ONCE": next(n for n, most in ((2, 3), (4, 24), (6, parts)) if parts <= most)}
     room = call.q.shape[1] // call.num_kv_heads * call.q.shape[2] <= SIXTEEN_STATES
     return {"num_warps": 4, "AT_ONCE": next((n for n in (2, 4, 8) if parts - 1 <= n), 16 if room else 8)}
 

@@ -21,9 +21,10 @@ from specdec.kernels.work import AttentionWork
 
 
 @gluon.constexpr_function
-def _layout(lanes, warps):
-    """The layout of heads' values: so many threads of a warp have one head's, sixteen bytes each at a time."""
-    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
+def _layout(lanes, warps, dim):
+    """The layout of heads' values: so many threads have one head's, up to four behind each other at a time."""
+    of_warp, of_head = min(lanes, 32), max(1, lanes // 32)
+    return gl.BlockedLayout([1, min(4, dim // lanes)], [32 // of_warp, of_warp], [warps // of_head, of_head], [1, 0])
 
 
 @gluon.jit
@@ -51,8 +52,8 @@ def merge_heads_kernel(
     FIRST: gl.constexpr, PDL: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """All parts of one node's keys for some heads, in their order, so many of them at once; as `merge_kernel`."""
-    LAYOUT: gl.constexpr = _layout(LANES, WARPS)
-    HEADS: gl.constexpr = WARPS * (32 // LANES)
+    LAYOUT: gl.constexpr = _layout(LANES, WARPS, D)
+    HEADS: gl.constexpr = WARPS * 32 // LANES
     row = gl.program_id(0)
     position = gl.load(positions_ptr + row).to(gl.int32)
     first = position * 0 + FIRST
@@ -89,7 +90,10 @@ def merge_heads_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """How parts are merged: threads of a warp that have a head's values, warps of a program, parts at once."""
+    """How parts are merged: threads that have a head's 128 values, warps of a program, parts at once.
+
+    More than 32 threads are of several warps.
+    """
 
     lanes: int
     warps: int
@@ -100,26 +104,35 @@ class Merge:
 
         Many are a fourth of the heads. No bit depends on either.
         """
-        lanes, warps = min(self.lanes, head_dim // 4), self.warps
-        while warps > 1 and 4 * (-num_heads % (warps * 32 // lanes)) >= num_heads:
+        lanes, warps = max(16, self.lanes * head_dim // 128), self.warps
+        while warps * 32 > lanes and 4 * (-num_heads % (warps * 32 // lanes)) >= num_heads:
             warps //= 2
         return Merge(lanes, warps, self.at_once)
 
 
-FEW_ROWS = 4
-"""Up to so many rows a program of eight heads is the faster one, of up to ten parts; of more rows, one of a head."""
+FEW_ROWS, SOME_ROWS, MANY_ROWS = 4, 8, 32
+"""Few rows have programs of several heads, of up to ten parts. Up to 24 parts are loaded at once unless there are many
+rows, and of some rows, more: a program then takes as long as its loads, one round of them after another."""
 
 
 def merge_of(parts: int, num_rows: int) -> Merge:
     """Return how so many parts of rows' heads, of 128 values each, are merged.
 
-    Those were the fastest in captured steps on an H200: by itself a merge leaves what comes behind it other room.
+    Those were the fastest in captured steps on H200s: by itself a merge leaves what comes behind it other room.
     """
     if parts <= 1:
         return Merge(16, 8, 1)
     if parts <= 5:
         return Merge(32, 8, 5)
-    return Merge(32, 8 if num_rows <= FEW_ROWS else 1, 10) if parts <= 10 else Merge(32, 1, 16)
+    if parts <= 10:
+        return Merge(64, 8, 10) if num_rows <= FEW_ROWS else Merge(32, 1, 10)
+    if parts <= 16 or num_rows > MANY_ROWS:
+        return Merge(32, 1, 16)
+    if parts <= 24:
+        return Merge(128, 4, 24) if num_rows == 1 else Merge(32, 1, 24)
+    if num_rows > SOME_ROWS:
+        return Merge(32, 1, 16)
+    return Merge(128, 4, 32) if parts <= 32 else Merge(64, 2, 48)
 
 
 def takes_heads(q: Tensor) -> bool:

@@ -114,62 +114,28 @@ def context_kernel(
 
 
 @triton.jit
-def _past(counts, at, rank, WIDTH: tl.constexpr):
-    """Go past WIDTH bits if not enough of them are set for the rank: where it goes on, and the rank there."""
-    count = (counts >> at) & (2 * WIDTH - 1)
-    past = rank >= count
-    return tl.where(past, at + WIDTH, at), tl.where(past, rank - count, rank)
-
-
-@triton.jit
-def _path_keys(position, context, ancestors):
-    """Keys of a node's path at the given positions: those before the root, then its ancestors in their order.
-
-    The one at depth n is the n-th bit that is set. It is looked for by halves, with the numbers of bits that are set in
-    each two, four, … of them, which stand where those begin.
-    """
-    of_2 = ancestors - ((ancestors >> 1) & 0x5555555555555555)
-    of_4 = (of_2 & 0x3333333333333333) + ((of_2 >> 2) & 0x3333333333333333)
-    of_8 = (of_4 + (of_4 >> 4)) & 0x0F0F0F0F0F0F0F0F
-    of_16 = (of_8 + (of_8 >> 8)) & 0x00FF00FF00FF00FF
-    low = ((of_16 + (of_16 >> 16)) & 63).to(tl.int32)  # of the lower 32
-    rank = tl.maximum(position - context, 0)
-    high = rank >= low
-    rank = tl.where(high, rank - low, rank)
-    at, rank = _past(_half(of_16, high), rank * 0, rank, 16)
-    at, rank = _past(_half(of_8, high), at, rank, 8)
-    at, rank = _past(_half(of_4, high), at, rank, 4)
-    at, rank = _past(_half(of_2, high), at, rank, 2)
-    at, _ = _past(_half(ancestors, high), at, rank, 1)
-    return tl.where(position < context, position, context + tl.where(high, at + 32, at))
-
-
-@triton.jit
-def _half(x, high):
-    """The lower or the upper 32 bits."""
-    return tl.where(high, (x >> 32).to(tl.int32), x.to(tl.int32))
-
-
-@triton.jit
 def _load_path(
-    k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head, dtype: tl.constexpr,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    k_ptr, v_ptr, slots_at, tile, position, kv_head, dtype: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys and values of a node's path, and which of them the node sees."""
-    at = tile * TILE + tl.arange(0, TILE)
-    see = (at <= position) & (ancestors != 0)
+    """A tile of keys and values of a node's path, whose slots are given, and which of them the node sees."""
+    slot = tl.load(slots_at + tl.arange(0, TILE), cache_modifier=".cg")
+    see = slot >= 0
     if WINDOW > 0:
-        see = see & (at > position - WINDOW)
-    key = at
-    if (ancestors & (ancestors + 1)) != 0:  # else it is a chain, whose nodes stand in their order
-        key = _path_keys(at, context, ancestors)
-    block = tl.load(table_at + key // BLOCK_SIZE, mask=see, other=0).to(tl.int64)
-    slot = (block * BLOCK_SIZE + key % BLOCK_SIZE) * G + kv_head
-    # Of what was loaded, which the compiler hands over: it would find a key again for each row of values of a thread.
-    row = slot & -2, (slot & 1).to(tl.int32)
+        see = see & (tile * TILE + tl.arange(0, TILE) > position - WINDOW)
+    place = tl.maximum(slot, 0).to(tl.int64) * G + kv_head
+    row = place & -2, (place & 1).to(tl.int32)  # the first part is even, as a block's is
     k, v = load_values(k_ptr, row, see, dtype, D, BLOCK_D), load_values(v_ptr, row, see, dtype, D, BLOCK_D)
+    if PDL and k_ptr.kind == "native":
+        k = _behind_both(k, v)
     return k, v, see
+
+
+@triton.jit
+def _behind_both(k, v):
+    """The same keys, as what the compiler leaves behind both loads: it would wait for keys before it loads values."""
+    WORDS: tl.constexpr = 32 // k.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [k, v], dtype=k.dtype, is_pure=False, pack=WORDS)
 
 
 @triton.jit
@@ -182,7 +148,7 @@ def _repeated(x, ROWS: tl.constexpr):
         return tl.reshape(tl.broadcast_to(x[None, :, :], [TIMES, x.shape[0], x.shape[1]]), [ROWS, x.shape[1]])
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_nodes", "nodes", "programs"])
+@triton.jit(do_not_specialize=["num_nodes", "nodes", "programs"])
 def tail_kernel(
     q_ptr,
     k_ptr,
@@ -191,13 +157,12 @@ def tail_kernel(
     m_ptr,
     total_ptr,
     acc_ptr,
+    slots_ptr,
     rows_ptr,
     sequences_ptr,
-    table_ptr,
     context_ptr,
     positions_ptr,
     ancestors_ptr,
-    table_stride,
     num_nodes,
     nodes,
     programs,
@@ -208,10 +173,10 @@ def tail_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
+    LENGTH: tl.constexpr,
     SMALL: tl.constexpr,
     NUM: tl.constexpr,
     LARGE: tl.constexpr,
@@ -221,9 +186,10 @@ def tail_kernel(
 ):
     """The rest of the keys of one node, and all parts of its context.
 
-    Nothing but the states comes from the kernel before, which has waited for all others: what a node's first tile is
-    worth is found while that one still runs. Where each sequence has as many `nodes` and no other rows, a node's row
-    and sequence are known without a load; 0 says that they aren't. `programs` is for `FIRST` by the context.
+    Nothing but the states comes from the kernel before, which has waited for all others: a node's first tile is asked
+    for while that one still runs. Where each split is a part, and so there are many, what the tile is worth is found
+    when they are merged. Where each sequence has as many `nodes` and no other rows, a node's row and sequence are known
+    without a load; 0 says that they aren't. `programs` is for `FIRST` by the context.
     """
     GROUP: tl.constexpr = H // G
     node_of, kv_head = tl.program_id(0), tl.program_id(1)
@@ -238,11 +204,12 @@ def tail_kernel(
     lane = tl.arange(0, BLOCK_M)
     row, node, head, ok = row_of + lane * 0, node_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
     q = load_q(q_ptr, k_ptr, row, head, ok, H, D, BLOCK_D)
-    table_at = table_ptr + tl.cast(sequence, tl.int64) * table_stride
-    shared = context // TILE
-    k, v, see = _load_path(k_ptr, v_ptr, table_at, shared, position, context, ancestors, kv_head,
-                           q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
-    s, factor = scores(q, k, see[None, :], scale, softcap, SOFTCAP, True)
+    shared, slots_at = context // TILE, slots_ptr + node_of * LENGTH
+    k, v, see = _load_path(
+        k_ptr, v_ptr, slots_at, shared, position, kv_head, q.dtype, WINDOW, TILE, G, D, BLOCK_D, PDL
+    )
+    if FIRST != 1:
+        s, factor = scores(q, k, see[None, :], scale, softcap, SOFTCAP, True)
     wait_for_inputs(PDL)
     last_split = split_of(shared, SMALL, NUM, LARGE)
     live = ok & (ancestors != 0)  # nobody may have put down a state of padding
@@ -265,13 +232,17 @@ def tail_kernel(
     )  # fmt: skip
     m, total, acc = _repeated(m, BLOCK_M), _repeated(total, BLOCK_M), _repeated(acc, BLOCK_M)
     total = tl.broadcast_to(total[:, None], [BLOCK_M, 16])
+    if FIRST == 1:
+        s, factor = scores(q, k, see[None, :], scale, softcap, SOFTCAP, True)
     m_of, total_of, acc_of = weigh(m_of, total_of, acc_of, s, factor, v)
     for tile in range(shared + 1, position // TILE + 1):
         if start_of(split_of(tile, SMALL, NUM, LARGE), SMALL, NUM, LARGE) == tile:
             m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
             m_of, total_of, acc_of = empty(BLOCK_M, BLOCK_D)
-        k, v, see = _load_path(k_ptr, v_ptr, table_at, tile, position, context, ancestors, kv_head,
-                               q.dtype, WINDOW, TILE, BLOCK_SIZE, G, D, BLOCK_D)  # fmt: skip
+        slots_at += TILE
+        k, v, see = _load_path(
+            k_ptr, v_ptr, slots_at, tile, position, kv_head, q.dtype, WINDOW, TILE, G, D, BLOCK_D, PDL
+        )
         m_of, total_of, acc_of = update(m_of, total_of, acc_of, q, k, v, see[None, :], scale, softcap, SOFTCAP, True)
     m, total, acc = merge(m, total, acc, m_of, total_of, acc_of)
     store_out(out_ptr, row, head, ok, total, acc, H, D, BLOCK_D)
