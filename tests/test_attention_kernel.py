@@ -184,7 +184,8 @@ for name, made in COMPILED:
     print((name, dropped(str(made["ttir"]))))
 """)
     assert wrong[0] == "bounds_alone" and len(wrong[1]) == 1 and wrong[1][0].startswith("%low")
-    assert kernels == [(name, []) for name in ("chain_kernel", "merge_kernel", "paths_kernel", "context_kernel", "tail_kernel")]
+    names = "chain_kernel", "merge_kernel", "paths_kernel", "context_kernel", "tail_kernel"
+    assert kernels == [(name, []) for name in names]
 
 
 def test_programs_that_merge_two_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +319,8 @@ def test_how_many_states_are_merged_at_once(
 
 @pytest.mark.parametrize(
     ("nodes", "parts", "warps", "at_once"),
-    [(64, 2, 2, 2), (64, 3, 2, 2), (64, 4, 2, 4), (64, 24, 2, 4), (64, 30, 2, 6), (32, 3, 4, 2), (16, 5, 4, 4), (1, 9, 4, 8),
-     (16, 10, 4, 16), (16, 47, 4, 16)],
+    [(64, 2, 2, 2), (64, 3, 2, 2), (64, 4, 2, 4), (64, 24, 2, 4), (64, 30, 2, 6), (32, 3, 4, 2), (16, 5, 4, 4),
+     (1, 9, 4, 8), (16, 10, 4, 16), (16, 47, 4, 16)],
 )  # fmt: skip
 def test_how_many_states_a_tail_loads_at_once(nodes: int, parts: int, warps: int, at_once: int) -> None:
     """Eight key heads of four query heads with 128 values each; of more values there is no room for sixteen."""

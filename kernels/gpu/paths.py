@@ -1,8 +1,8 @@
 """Where the keys of each tree node's path stand, in Triton: found once a step, and read in every layer.
 
-A node's path is what follows the tiles that all nodes of its sequence see: the rest of the context, and its ancestors in
-their order. Each layer's attention goes through it node by node and head by head. Were the keys found there, each time
-three loads would wait for each other, and now two do.
+A node's path is what follows the tiles that all nodes of its sequence see: the rest of the context, and its ancestors
+in their order. Each layer's attention goes through it node by node and head by head. Were the keys found there, each
+time three loads would wait for each other, and now two do.
 """
 
 import torch
