@@ -61,6 +61,10 @@ class AttentionMetadata:
     )  # not of `__init__`: what `replace` makes of this has its own
     _works: dict[tuple[int, int], AttentionWork] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def anew(self) -> "AttentionMetadata":
+        """Itself: what it says of a batch stays as it is."""
+        return self
+
     def work(self, group: int, max_block: int) -> AttentionWork:
         """How the Triton kernels divide the batch, for `group` query heads a key head. Made once a step."""
         if (group, max_block) not in self._works:

@@ -39,8 +39,8 @@ class AttentionWork:
         pairs: whether each two of `tree_tiles`, one behind the other, are of one sequence.
         early: whether all of this, and the keys and values of contexts, may be read while the kernel that was launched
             before attention still runs.
-        paths: of tree nodes, once they are found (`gpu/paths.py`): by keys a tile and slots a block, [T, …] int32. What
-            `replace` makes of this has its own.
+        paths: of tree nodes, once they are found (`gpu/paths.py`): by keys a tile and slots a block, [T, …] int32.
+            They hold while the tensors here do; `anew` has none yet.
     """
 
     block_table: torch.Tensor
@@ -59,6 +59,10 @@ class AttentionWork:
     pairs: bool = False
     early: bool = False
     paths: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def anew(self) -> "AttentionWork":
+        """The same for another forward, before which its tensors may have been filled with another batch."""
+        return replace(self)
 
     def work(self, group: int, max_block: int) -> "AttentionWork":
         """Itself: made for the kernel that asks."""

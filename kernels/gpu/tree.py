@@ -205,9 +205,7 @@ def tail_kernel(
     row, node, head, ok = row_of + lane * 0, node_of + lane * 0, kv_head * GROUP + lane, lane < GROUP
     q = load_q(q_ptr, k_ptr, row, head, ok, H, D, BLOCK_D)
     shared, slots_at = context // TILE, slots_ptr + node_of * LENGTH
-    k, v, see = _load_path(
-        k_ptr, v_ptr, slots_at, shared, position, kv_head, q.dtype, WINDOW, TILE, G, D, BLOCK_D, PDL
-    )
+    k, v, see = _load_path(k_ptr, v_ptr, slots_at, shared, position, kv_head, q.dtype, WINDOW, TILE, G, D, BLOCK_D, PDL)
     if FIRST != 1:
         s, factor = scores(q, k, see[None, :], scale, softcap, SOFTCAP, True)
     wait_for_inputs(PDL)

@@ -69,6 +69,7 @@ class Decoder:
             [N, hidden_size], after the last norm.
         """
         w, ops = self.weights, self.ops
+        batch = replace(batch, attention=batch.attention.anew())  # a captured forward's is filled again and again
         ropes = self._ropes(batch.attention.positions)
         residual = w.embed[batch.input_ids]
         if w.embed_scale is not None:
