@@ -262,7 +262,7 @@ class Case:
         return torch.randn(rows, self.heads, self.head_dim, device="cuda", dtype=torch.bfloat16)
 
     def ours(self, meta: AttentionMetadata | AttentionWork) -> float:
-        """Microseconds of our attention."""
+        """Microseconds of our attention; what is found once a step, where trees' paths stand, is found before."""
         scale = self.head_dim**-0.5
         return timed([partial(tree_attention, self.q, p.k[0], p.v[0], meta, scale=scale) for p in self.pages])
 
