@@ -194,10 +194,10 @@ def _run_trees(call: _Call) -> None:
 def _tail_of(call: _Call, parts: int) -> dict[str, int]:
     """How `tail_kernel` is launched, and how many states a program loads at once; the last part's is another one.
 
-    Many programs are two warps each, so that all run at once; then it is instructions that take their time.
+    Many programs are two warps each, so that all run at once, and more states at once were slower there.
     """
     if len(call.work.tree_rows) * call.num_kv_heads > 256:
-        return {"num_warps": 2, "AT_ONCE": next(n for n, most in ((2, 3), (4, 24), (6, parts)) if parts <= most)}
+        return {"num_warps": 2, "AT_ONCE": 2 if parts <= 3 else 4 if parts <= 24 else 6}
     room = call.q.shape[1] // call.num_kv_heads * call.q.shape[2] <= SIXTEEN_STATES
     return {"num_warps": 4, "AT_ONCE": next((n for n in (2, 4, 8) if parts - 1 <= n), 16 if room else 8)}
 
