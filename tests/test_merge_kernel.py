@@ -49,8 +49,10 @@ def sizes_of(heads: int, dim: int) -> dict[str, Any]:
     return {"H": heads, "D": dim, **splits, **overlap(torch.device(DEVICE))}
 
 
-@pytest.mark.parametrize(("first", "programs"), [(1, 1), (NUM_SMALL, 1), (BY_CONTEXT, 4)])
-@pytest.mark.parametrize(("heads", "dim"), [(9, 64), (4, 128), (12, 128)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "first", "programs"),
+    [(9, 64, 1, 1), (4, 128, 1, 1), (12, 128, 1, 1), (12, 128, NUM_SMALL, 1), (9, 64, BY_CONTEXT, 4)],
+)
 @pytest.mark.parametrize("how", MERGES, ids=str)
 def test_bits_are_those_of_one_head_a_program(
     how: Merge, heads: int, dim: int, first: int, programs: int, monkeypatch: pytest.MonkeyPatch
