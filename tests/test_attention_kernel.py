@@ -13,7 +13,8 @@ import torch
 from specdec.kernels.attention import AttentionMetadata
 from specdec.kernels.attention import tree_attention as reference
 from specdec.kernels.formats import FORMATS, Pages, QuantizedPages, load, quantize
-from specdec.kernels.gpu import attention, paths
+from specdec.kernels.gpu import attention
+from specdec.kernels.gpu import paths as gpu_paths
 from specdec.kernels.gpu.attention import tree_attention
 from specdec.kernels.gpu.online import num_parts, num_splits
 from specdec.kernels.gpu.paths import LENGTH, path_slots
@@ -175,7 +176,7 @@ def test_no_loop_carries_what_triton_would_drop() -> None:
     [wrong, *kernels] = on_hopper("""
 import torch
 from tests.hopper import COMPILED, attend, bounds_alone, dropped
-from specdec.kernels.gpu import attention, paths
+from specdec.kernels.gpu import attention
 bounds_alone[(1,)](torch.zeros(1, dtype=torch.int32), 9)
 attention._first_part = lambda *args: 2
 attend(None, 16, chains=True)
@@ -241,7 +242,7 @@ def test_chains_of_a_batch_that_was_just_divided_wait_before_they_read() -> None
     """In captured steps they may read the tables before, since the kernel in front writes none of them."""
     [waits] = on_hopper("""
 import re
-from specdec.kernels.gpu import attention, paths
+from specdec.kernels.gpu import attention
 from tests.hopper import COMPILED, attend
 attention.overlap = lambda device: {"PDL": True, "launch_pdl": True}
 attend(None, 1, chains=True)
@@ -255,7 +256,7 @@ print(re.findall(r"griddepcontrol.wait|ld.global", ptx))
 def test_programs_with_nothing_to_do_wait_for_no_kernel() -> None:
     """Each program of a merge has something to do."""
     ends = on_hopper("""
-from specdec.kernels.gpu import attention, paths
+from specdec.kernels.gpu import attention
 from tests.hopper import COMPILED, attend, may_end_unwaited
 attention.overlap = lambda device: {"PDL": True, "launch_pdl": True}
 for pages, nodes, codes in (
@@ -346,8 +347,9 @@ for name, made in COMPILED:
     assert all("LDG.E.128" not in order[order.index("MUFU.EX2") :] for order in orders)
 
 
-def test_slots_of_paths() -> None:
-    """The rest of the context and a node's ancestors in their order, of trees with any number of nodes before."""
+@pytest.mark.parametrize("num_blocks", [16, 14])
+def test_slots_of_paths(num_blocks: int) -> None:
+    """The rest of the context and a node's ancestors in their order; what lies behind the block table has none."""
     rng, context, block_size = random.Random(0), [37, 64, 191], 16
     paths = [sorted({0, *rng.sample(range(64), n)}) for n in range(1, 64)] + [[0, 63], [62, 63], [*range(32, 64)]]
     masks = [sum(1 << node for node in path) for path in paths] + [0]
@@ -357,22 +359,24 @@ def test_slots_of_paths() -> None:
     lens = torch.tensor(context, dtype=torch.int32)
     positions = (lens.repeat_interleave(num_nodes) + depths).to(DEVICE)
     table = torch.tensor([rng.sample(range(99), 16) for _ in context], dtype=torch.int32, device=DEVICE)
-    work = uniform_work(3, num_nodes, table, lens.to(DEVICE), positions, ancestors, 1, 191, False)
+    given = table[:, :num_blocks]
+    work = uniform_work(3, num_nodes, given, lens.to(DEVICE), positions, ancestors, 1, 191, False)
     for tile in (32, 64):
         found = iter(path_slots(work, tile, block_size).tolist())
         for blocks, length in zip(table.tolist(), context, strict=True):
             for path in [*paths, None]:
                 keys = [] if path is None else [*range(length // tile * tile, length), *(length + n for n in path)]
-                want = [blocks[key // block_size] * block_size + key % block_size for key in keys]
+                end = num_blocks * block_size
+                want = [blocks[n // block_size] * block_size + n % block_size if n < end else -1 for n in keys]
                 assert next(found) == want + [-1] * (LENGTH - len(want))
 
 
 def test_paths_are_found_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     meta, keys = build([(70, 0, RAGGED)] * 2, device=DEVICE)
     k, v = make_pages(int(meta.block_table.max()) + 1, 16, 1, 32, torch.float16, keys)
-    q, kernel = torch.randn(2 * len(RAGGED), 2, 32, device=DEVICE).half(), MagicMock(wraps=paths.paths_kernel)
-    kernel.__getitem__.side_effect = paths.paths_kernel.__getitem__
-    monkeypatch.setattr(paths, "paths_kernel", kernel)
+    q, kernel = torch.randn(2 * len(RAGGED), 2, 32, device=DEVICE).half(), MagicMock(wraps=gpu_paths.paths_kernel)
+    kernel.__getitem__.side_effect = gpu_paths.paths_kernel.__getitem__
+    monkeypatch.setattr(gpu_paths, "paths_kernel", kernel)
     work = meta.work(2, 128)
     for batch in (meta, meta, work, replace(work, early=False)):
         tree_attention(q, k, v, batch, scale=0.2)

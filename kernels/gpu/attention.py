@@ -182,12 +182,11 @@ def _run_trees(call: _Call) -> None:
             call.q, *call.pages, *state, work.tree_tiles, table, work.context_lens, work.positions, table.stride(0),
             num_nodes, *call.factors, FIRST=call.first, BLOCK_M=work.tree_block, **call.options, **call.shape,
         )  # fmt: skip
-    shape = {name: size for name, size in call.shape.items() if name != "BLOCK_SIZE"}
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, slots, work.tree_rows, work.tree_sequences, work.context_lens,
         work.positions, work.ancestors, num_nodes, work.nodes_per_sequence, call.programs, *call.factors,
-        FIRST=call.first, LENGTH=slots.shape[1], BLOCK_M=call.group_block, num_stages=1, **_tail_of(call, parts),
-        **shape,
+        SOFTCAP=call.shape["SOFTCAP"], WINDOW=call.shape["WINDOW"], FIRST=call.first, LENGTH=slots.shape[1],
+        BLOCK_M=call.group_block, num_stages=1, **_tail_of(call, parts), **call.sizes,
     )  # fmt: skip
 
 

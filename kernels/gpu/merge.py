@@ -1,9 +1,10 @@
 """Merge of the parts of chains' keys on Hopper GPUs. In Gluon.
 
 Where there are many rows with few parts, to start programs takes most of a merge's time, and so does what is done for
-states that aren't there. So a program has several heads of a row, and takes as many states at once as there may be, if
-they are few. Layouts say that a thread has values of one head: Triton finds what there is one of in each head twice.
-`merge_kernel` in `gpu/chain.py` is for all else. The bits are the same.
+states that aren't there; of few rows with many parts, each round of loads is a wait. So a program may have several
+heads of a row, and takes as many states at once as there may be, where that is faster. Layouts say that a thread has
+values of one head: Triton finds what there is one of in each head twice. `merge_kernel` in `gpu/chain.py` is for all
+else. The bits are the same.
 """
 
 from collections.abc import Sequence

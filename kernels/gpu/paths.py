@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
+from specdec.kernels.gpu.rows import slots_of
 from specdec.kernels.work import AttentionWork
 
 LENGTH = 128
@@ -54,10 +55,10 @@ def path_keys(position, context, ancestors):
     return tl.where(position < context, position, context + tl.where(high, at + 32, at))
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_blocks"])
 def paths_kernel(
     slots_ptr, rows_ptr, sequences_ptr, table_ptr, context_ptr, positions_ptr, ancestors_ptr, table_stride,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr,
+    num_blocks, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The path of one node: slots [LENGTH], -1 behind its end."""
     wait_for_inputs(PDL)
@@ -68,10 +69,9 @@ def paths_kernel(
     ancestors = tl.load(ancestors_ptr + row)
     at = context // TILE * TILE + tl.arange(0, LENGTH)
     there = (at <= position) & (ancestors != 0)
-    key = path_keys(at, context, ancestors)
-    block = tl.load(table_ptr + tl.cast(sequence, tl.int64) * table_stride + key // BLOCK_SIZE, mask=there, other=0)
-    slots = tl.where(there, block * BLOCK_SIZE + key % BLOCK_SIZE, -1)
-    tl.store(slots_ptr + node * LENGTH + tl.arange(0, LENGTH), slots)
+    keys, table_at = path_keys(at, context, ancestors), table_ptr + tl.cast(sequence, tl.int64) * table_stride
+    slots = slots_of(table_at, keys, there, num_blocks, BLOCK_SIZE)
+    tl.store(slots_ptr + node * LENGTH + tl.arange(0, LENGTH), slots.to(tl.int32))
 
 
 def path_slots(work: AttentionWork, tile: int, block_size: int) -> Tensor:
@@ -90,7 +90,8 @@ def path_slots(work: AttentionWork, tile: int, block_size: int) -> Tensor:
         slots = torch.empty(num_nodes, LENGTH, dtype=torch.int32, device=table.device)
         paths_kernel[(num_nodes,)](
             slots, work.tree_rows, work.tree_sequences, table, work.context_lens, work.positions, work.ancestors,
-            table.stride(0), BLOCK_SIZE=block_size, TILE=tile, LENGTH=LENGTH, num_warps=4, **overlap(table.device),
+            table.stride(0), table.shape[1], BLOCK_SIZE=block_size, TILE=tile, LENGTH=LENGTH, num_warps=4,
+            **overlap(table.device),
         )  # fmt: skip
         work.paths[tile, block_size] = slots
     return work.paths[tile, block_size]
