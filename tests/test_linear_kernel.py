@@ -212,7 +212,7 @@ for rows in 1, 4, 16, 32, 64:
             COMPILED.clear()
             multiply(out, k, rows=rows, gated=gated, by_tma=True, slabs=slabs)
             [(name, found)] = COMPILED
-            instructions = re.findall(r"(cp.async[.a-z]+|mma.sync|wgmma.mma_async)", found["ptx"])
+            instructions = re.findall(r"(cp.async(?!.bulk.prefetch)[.a-z]+|mma.sync|wgmma.mma_async)", found["ptx"])
             print((name, gated, found["shared"], sorted(set(instructions))))
 """)
     assert len(made) == 48
@@ -222,6 +222,29 @@ for rows in 1, 4, 16, 32, 64:
         copies, *products = (i.split(".global")[0] for i in instructions)
         assert copies == "cp.async.bulk.tensor." and products in (["wgmma.mma_async"], ["mma.sync"])
     assert sum("mma.sync" in instructions for *_, instructions in made) == 2
+
+
+def test_a_products_first_weights_are_asked_for_before_it_waits() -> None:
+    """Of slabs, by one thread, as many bytes as a program's tile has of the first one; of two weights 8 KiB each."""
+    made = on_hopper("""
+import re
+from tests.hopper import COMPILED, multiply
+from specdec.kernels.gpu.tiles import tile_of
+for rows, slabs in (1, True), (64, True), (4096, True), (64, False):
+    for out, gated in (4096, False), (14336, True):
+        COMPILED.clear()
+        multiply(out, 4096, rows=rows, gated=gated, by_tma=True, slabs=slabs)
+        [(_, found)] = COMPILED
+        ptx, tile = found["ptx"], tile_of(rows, out, 4096, 1 + gated, 2, True)
+        before = ptx[: ptx.index("griddepcontrol.wait")]
+        asked = re.findall(r"@first cp.async.bulk.prefetch.L2.global .*?, (%r[0-9]+);", before)
+        sizes = [int(re.search(rf"mov.b32[^0-9]+{size}, ([0-9]+);", before)[1]) for size in asked]
+        print((rows, slabs, gated, tile.out, sizes, ptx.count("prefetch") - len(asked)))
+""")
+    assert len(made) == 8
+    for rows, slabs, gated, out, sizes, others in made:
+        of_first = [8192] * 2 if gated else [out * SLAB * 2]
+        assert sizes == (of_first if slabs and rows <= 64 else []) and not others
 
 
 def test_products_for_the_sanitizer_are_of_slabs_where_matrices_fit(monkeypatch: pytest.MonkeyPatch) -> None:

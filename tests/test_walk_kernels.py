@@ -5,6 +5,7 @@ Each Triton kernel equals its torch reference exactly, and each reference equals
 
 import random
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,7 +32,16 @@ from tests.kernels import DEVICE, DTYPES, ON_GPU
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
 
-CHOOSE = pytest.mark.parametrize("choose", [sample.choose, gpu_sample.choose], ids=["torch", "triton"])
+
+def choose_by_turns(*args: object) -> Tensor:
+    """The kernel as many rows take it: a program has several blocks."""
+    with patch.object(gpu_sample, "_PROGRAMS", 1):
+        return gpu_sample.choose(*args)
+
+
+CHOOSE = pytest.mark.parametrize(
+    "choose", [sample.choose, gpu_sample.choose, choose_by_turns], ids=["torch", "triton", "triton by turns"]
+)
 ACCEPT = pytest.mark.parametrize("walk", [accept.accept, gpu_accept.accept], ids=["torch", "triton"])
 ROWS = pytest.mark.parametrize("tree_rows", [rows.tree_rows, gpu_rows.tree_rows], ids=["torch", "triton"])
 MOVES = pytest.mark.parametrize("find_moves", [moves.moves, gpu_moves.moves], ids=["torch", "triton"])

@@ -40,6 +40,17 @@ def prefetch(at, PDL: tl.constexpr):
         )
 
 
+@triton.jit
+def prefetch_piece(at, SIZE: tl.constexpr, PDL: tl.constexpr):
+    """Ask for SIZE bytes of weights behind each other, as `prefetch`, by one thread: each such order takes a while."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+            "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r", [at, tl.cast(SIZE, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
 @cache
 def on_hopper(device: torch.device) -> bool:
     """Return whether kernels that use what Hopper GPUs alone have can run there."""

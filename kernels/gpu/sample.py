@@ -8,7 +8,10 @@ from torch import Tensor
 from specdec.kernels.gpu.launch import overlap, wait_for_inputs
 from specdec.kernels.sample import MIN_TEMPERATURE, check_sizes
 
-_BLOCK = 1024  # ids a program; a maximum doesn't depend on how it is split
+_BLOCK = 1024
+"""Ids that a program looks at together; a maximum doesn't depend on how it is split."""
+_PROGRAMS, _MOST_TURNS = 1024, 8
+"""Programs that are enough: of more rows each takes several blocks, one after the other, up to so many."""
 
 
 @triton.jit
@@ -88,7 +91,7 @@ def best_of(scores):
     return best, tl.min(tl.where(scores == best, tl.arange(0, N), N - 1), 0)
 
 
-@triton.jit(do_not_specialize=["rows_per_sequence"], do_not_specialize_on_alignment=["positions_ptr"])
+@triton.jit(do_not_specialize=["rows_per_sequence", "turns"], do_not_specialize_on_alignment=["positions_ptr"])
 def _block_kernel(
     logits_ptr,
     temperature_ptr,
@@ -98,34 +101,41 @@ def _block_kernel(
     token_ptr,
     row_stride,
     num_real_tokens,
-    num_blocks,
     rows_per_sequence,
+    turns,
     MIN_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The best token of as many blocks of a row as there are `turns`. Each lane keeps its own best until the end."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    first_token = tl.program_id(1) * BLOCK
-    scores = scores_of(
-        logits_ptr,
-        temperature_ptr,
-        seeds_ptr,
-        positions_ptr,
-        None,
-        row,
-        first_token,
-        row_stride,
-        num_real_tokens,
-        rows_per_sequence,
-        False,
-        MIN_TEMPERATURE,
-        BLOCK,
-    )
-    best, where = best_of(scores)
-    out = row * num_blocks + tl.program_id(1)
-    tl.store(best_ptr + out, best)
-    tl.store(token_ptr + out, first_token + where)
+    first_token = tl.program_id(1) * turns * BLOCK
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    turn_of_best = tl.zeros([BLOCK], tl.int32)
+    for turn in range(0, turns):
+        scores = scores_of(
+            logits_ptr,
+            temperature_ptr,
+            seeds_ptr,
+            positions_ptr,
+            None,
+            row,
+            first_token + turn * BLOCK,
+            row_stride,
+            num_real_tokens,
+            rows_per_sequence,
+            False,
+            MIN_TEMPERATURE,
+            BLOCK,
+        )
+        turn_of_best = tl.where(scores > best, turn, turn_of_best)
+        best = _larger(best, scores)
+    largest = tl.reduce(best, 0, _larger)
+    token = first_token + turn_of_best * BLOCK + tl.arange(0, BLOCK)
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best_ptr + out, largest)
+    tl.store(token_ptr + out, tl.min(tl.where(best == largest, token, num_real_tokens), 0))
 
 
 @triton.jit
@@ -149,7 +159,8 @@ def choose(
 ) -> Tensor:
     """Return argmax(logits / temperature + gumbel(seed, position, token)) of each row, ties to the lowest id.
 
-    Two launches: each row's blocks of the vocabulary, then each row. Blocks of greedy rows draw no noise.
+    Two launches: each row's blocks of the vocabulary, then each row. Blocks of greedy rows draw no noise. Of many rows
+    a program takes several blocks: to start one takes time, whatever it does.
 
     Args:
         logits: [R, V] float32, float16 or bfloat16, rows contiguous.
@@ -169,7 +180,8 @@ def choose(
     if logits.stride(1) != 1:
         raise ValueError(f"rows of logits must be contiguous, not of stride {logits.stride(1)}")
     num_rows = len(logits)
-    num_blocks = triton.cdiv(num_real_tokens, _BLOCK)
+    turns = min(_MOST_TURNS, max(1, num_rows * triton.cdiv(num_real_tokens, _BLOCK) // _PROGRAMS))
+    num_blocks = triton.cdiv(num_real_tokens, turns * _BLOCK)
     best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     token = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -182,8 +194,8 @@ def choose(
         token,
         logits.stride(0),
         num_real_tokens,
-        num_blocks,
         rows_per_sequence,
+        turns,
         MIN_TEMPERATURE,
         _BLOCK,
         **overlap(logits.device),

@@ -11,9 +11,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.kernels.gpu.activation import gated
-from specdec.kernels.gpu.launch import on_hopper, overlap, wait_for_inputs
+from specdec.kernels.gpu.launch import on_hopper, overlap, prefetch_piece, wait_for_inputs
 from specdec.kernels.gpu.tiles import Tile, grid_of, row_stride, tile_at
 from specdec.kernels.slabs import SLAB, in_slabs
+
+_OF_TWO = tl.constexpr(8192)
+"""Bytes of each of two weights that a program asks for before it waits: of more, all programs ask for too many."""
 
 
 @triton.jit
@@ -37,9 +40,24 @@ def _add_bias(acc, bias_at, W_LEFT: tl.constexpr):
     return acc
 
 
+@triton.jit
+def _ask_ahead(
+    w_ptr, first_out, OUT: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr, SLAB: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Ask for the tile's part of the first slab, which is one piece of memory; of two weights for less."""
+    at = w_ptr + tl.cast(tl.minimum(first_out, max(OUT - BLOCK_OUT, 0)), tl.int64) * SLAB
+    SIZE: tl.constexpr = min(BLOCK_OUT, OUT) * SLAB * 2
+    if GATED:
+        prefetch_piece(at, min(SIZE, _OF_TWO), PDL)
+        prefetch_piece(at + OUT * SLAB, min(SIZE, _OF_TWO), PDL)
+    else:
+        prefetch_piece(at, SIZE, PDL)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _tma_kernel(
-    x_desc, w_desc, bias_ptr, y_ptr, num_rows, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    x_desc, w_desc, w_ptr, bias_ptr, y_ptr, num_rows, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
     SLAB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -53,6 +71,8 @@ def _tma_kernel(
     GATED: tl.constexpr = ACTIVATION is not None
     row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     first_row, first_out = row_tile * BLOCK_ROWS, out_tile * BLOCK_OUT
+    if SLAB > 0 and BLOCK_ROWS <= 64:  # more rows' programs come one behind the other
+        _ask_ahead(w_ptr, first_out, OUT, GATED, BLOCK_OUT, SLAB, PDL)
     wait_for_inputs(PDL, not GATED)  # behind a large gated product the next one would take its room
     shape: tl.constexpr = [BLOCK_OUT, BLOCK_ROWS] if W_LEFT else [BLOCK_ROWS, BLOCK_OUT]
     acc = tl.zeros(shape, tl.float32)
@@ -113,6 +133,6 @@ def tma_linear(
     rows_of = weight.transpose(0, 1).flatten(0, 1) if slab else weight
     weights = TensorDescriptor(rows_of, list(rows_of.shape), [slab or k, 1], [t.out, t.k])
     _tma_kernel[grid_of(n, out, t)](
-        rows, weights, weight if bias is None else bias, y, n, out, k, bias is not None, activation,
+        rows, weights, weight, weight if bias is None else bias, y, n, out, k, bias is not None, activation,
         t.rows, t.out, t.k, slab, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False, **overlap(x.device),
     )  # fmt: skip
