@@ -7,6 +7,7 @@ alone: the time from the first token of the last request to the end of the first
 """
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import astuple, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from unittest.mock import patch
@@ -158,13 +160,45 @@ def throughput(model: str, tokens: int, batches: str, kv_cache_dtype: str, path:
 @click.option("--prepack/--no-prepack", default=None, help="As in `specdec tune`.")
 @click.option("--json", "path", type=click.Path(dir_okay=False))
 def nodes(model: str, context: int, prepack: bool | None, path: str | None) -> None:
-    """The time of a captured step with n nodes against one node, batch 1, deterministic."""
+    """The time of a captured step with n nodes against one node, batch 1, deterministic.
+
+    Then what the driver says of the card while such steps go on: a card at its power limit has a lower clock.
+    """
     target = _decoder(model, prepack=prepack)
     grid = Grid((1,), NUM_NODES, (context,))
-    (times,) = measure(CapturedStep(target, grid), grid, repeats=30)
+    step = CapturedStep(target, grid)
+    (times,) = measure(step, grid, repeats=30)
     rows = [(n, seconds[0] * 1e6) for n, seconds in zip(NUM_NODES, times, strict=True)]
-    result = [{"nodes": n, "us": round(us, 1), "ratio": round(us / rows[0][1], 4)} for n, us in rows]
+    result = [
+        {"nodes": n, "us": round(us, 1), "ratio": round(us / rows[0][1], 4), **_strain(partial(step, 1, n, context))}
+        for n, us in rows
+    ]
     write(path, {"model": model, "context": context, "prepacked": target.prepacked, "rows": result})
+
+
+_SENSORS = {"sm_mhz": "clocks.sm", "watts": "power.draw.instant", "limit_watts": "enforced.power.limit"}
+
+
+def _strain(run: Callable[[], object], seconds: float = 1.5) -> dict[str, float]:
+    """Medians of what the driver says of the card while something runs again and again; nothing without `nvidia-smi`.
+
+    How much of the time power was the card's limit is in them, too, from 0 to 1.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    card = f"GPU-{torch.cuda.get_device_properties().uuid}"
+    fields = ",".join([*_SENSORS.values(), "clocks_event_reasons.sw_power_cap"])
+    command = ["nvidia-smi", f"--id={card}", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--loop-ms=50"]
+    end = time.perf_counter() + seconds
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while time.perf_counter() < end:
+            run()
+        process.terminate()
+        told, _ = process.communicate()
+    samples = [line.split(", ") for line in told.splitlines() if line.count(", ") == len(_SENSORS)]
+    *numbers, limited = zip(*samples[len(samples) // 3 :], strict=True)  # the first ones are of the beginning
+    found = {name: statistics.median(map(float, values)) for name, values in zip(_SENSORS, numbers, strict=True)}
+    return found | {"at_power_limit": round(limited.count("Active") / len(limited), 2)}
 
 
 @main.command()
