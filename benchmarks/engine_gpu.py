@@ -196,9 +196,14 @@ def _strain(run: Callable[[], object], seconds: float = 1.5) -> dict[str, float]
         process.terminate()
         told, _ = process.communicate()
     samples = [line.split(", ") for line in told.splitlines() if line.count(", ") == len(_SENSORS)]
+    if not samples:
+        click.echo(f"nvidia-smi says nothing of power and clocks: {told}", err=True)
+        return {}
     *numbers, limited = zip(*samples[len(samples) // 3 :], strict=True)  # the first ones are of the beginning
-    found = {name: statistics.median(map(float, values)) for name, values in zip(_SENSORS, numbers, strict=True)}
-    return found | {"at_power_limit": round(limited.count("Active") / len(limited), 2)}
+    medians = [round(statistics.median(map(float, values)), 1) for values in numbers]
+    return dict(zip(_SENSORS, medians, strict=True)) | {
+        "at_power_limit": round(limited.count("Active") / len(limited), 2)
+    }
 
 
 @main.command()

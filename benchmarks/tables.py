@@ -142,6 +142,8 @@ def nodes() -> str:
         [
             ["ms a step", *(f"{r['us'] / 1000:.2f}" for r in rows)],
             ["× one node", *(f"{r['ratio']:.2f}" for r in rows)],
+            [f"W, of {rows[0]['limit_watts']:.0f}", *(f"{r['watts']:.0f}" for r in rows)],
+            ["MHz", *(f"{r['sm_mhz']:,.0f}" for r in rows)],
             ["ms before, on another card", *(f"{r['us'] / 1000:.2f}" for r in prepacked)],
             ["the same, weights not prepacked", *(f"{r['us'] / 1000:.2f}" for r in plain)],
         ],
