@@ -7,6 +7,7 @@ alone: the time from the first token of the last request to the end of the first
 """
 
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -180,7 +181,7 @@ _SENSORS = {"sm_mhz": "clocks.sm", "watts": "power.draw.instant", "limit_watts":
 
 
 def _strain(run: Callable[[], object], seconds: float = 1.5) -> dict[str, float]:
-    """Medians of what the driver says of the card while something runs again and again; nothing without `nvidia-smi`.
+    """Medians of what the driver says of the card while something runs again and again; nothing where it can't say.
 
     How much of the time power was the card's limit is in them, too, from 0 to 1.
     """
@@ -195,7 +196,8 @@ def _strain(run: Callable[[], object], seconds: float = 1.5) -> dict[str, float]
             run()
         process.terminate()
         told, _ = process.communicate()
-    samples = [line.split(", ") for line in told.splitlines() if line.count(", ") == len(_SENSORS)]
+    sample = ", ".join([r"([\d.]+)"] * len(_SENSORS) + ["(Active|Not Active)"])
+    samples = re.findall(f"^{sample}$", told, re.MULTILINE)
     if not samples:
         click.echo(f"nvidia-smi says nothing of power and clocks: {told}", err=True)
         return {}
