@@ -17,7 +17,7 @@ from specdec.kernels.gpu.tiles import (
     Tile,
     tile_of,
 )
-from specdec.kernels.gpu.tma import takes_tma
+from specdec.kernels.gpu.tma import _in_halves, takes_tma
 from specdec.kernels.slabs import SLAB, in_slabs, to_slabs
 from tests import sanitize
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close
@@ -60,6 +60,38 @@ def test_products_by_tma(dtype: torch.dtype, shape: tuple[int, int, int], tile: 
         assert y.is_contiguous()
         assert_close(y, x.double() @ w.double().T + (0 if b is None else b.double()))
         assert_close(gated_linear(x, w, b, "silu", tile=tile), act_mul(linear(x, w, b), "silu"))
+
+
+@pytest.mark.skipif(ON_GPU and not can_run(torch.device(DEVICE)), reason="made for Hopper GPUs")
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_the_last_tile_by_tma_may_have_fewer_rows(rows: int) -> None:
+    """Each row is what it is beside others; the interpreter's products are a BLAS library's, and nearly the same."""
+    torch.manual_seed(5)
+    out, k, half = 72, 128, rows // 2
+    x, w = random(2 * rows + 1, k, dtype=torch.float16), random(2 * out, k, dtype=torch.float16) / k**0.5
+    want, gated = linear(x, w), gated_linear(x, w, None, "silu")
+    for n in sorted({1, half - 1, half, half + 1, rows - 1, rows, rows + 1, rows + half + 3, 2 * rows + 1}):
+        tile = Tile(rows, 64, 64, 8 if rows == 128 else 4, 3, tma=True)
+        for found, beside in (
+            (linear(x[:n], w, tile=tile), want[:n]),
+            (gated_linear(x[:n], w, None, "silu", tile=tile), gated[:n]),
+        ):
+            assert torch.equal(found, beside) if ON_GPU else torch.allclose(found, beside, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_boxes_have_no_rows_outside_x(rows: int) -> None:
+    """TMA takes longer to fill those than to load others; of up to half a tile it makes no difference."""
+    half = rows // 2
+    for n in range(half + 1, 3 * rows):
+        x = torch.arange(n)[:, None] * torch.ones(16, dtype=torch.float16)
+        found = _in_halves(x, rows, 16)
+        assert found.block_shape == [2, half, 16] and found.shape[0] == 2
+        halves = x.as_strided(found.shape, found.strides)[:, :, 0]
+        firsts = range(0, n, rows) if n >= rows else [0]
+        boxes = [halves[:, first : first + half] for first in (min(first, max(n - rows, 0)) for first in firsts)]
+        assert all(box.shape == (2, half) for box in boxes)
+        assert set(torch.cat(boxes).flatten().tolist()) == set(range(n))
 
 
 @pytest.mark.skipif(ON_GPU and not can_run(torch.device(DEVICE)), reason="made for Hopper GPUs")
@@ -134,14 +166,15 @@ def test_rows_may_be_strided() -> None:
 def test_every_row_count_has_a_tile(tma: bool) -> None:
     for n in (1, 16, 17, 32, 33, 64, 65, 5000):
         tile = tile_of(n, 4096, 4096, tma=tma)
-        assert tile.rows >= min(n, 64) and tile.k % 16 == 0 and tile.tma == (tma and n != 65)
+        assert tile.rows >= min(n, 32 if tma else 64) and tile.k % 16 == 0 and tile.tma == (tma and n != 65)
 
 
 def test_tma_is_taken_where_it_keeps_a_gpu_busy() -> None:
     for num_weights, out, k in ((1, 4096, 4096), (1, 6144, 4096), (2, 14336, 4096), (1, 128256, 4096)):
         for n in (1, 16, 32, 64):
             tile = tile_of(n, out, k, num_weights, tma=True)
-            assert tile.tma and out >= TMA_PROGRAMS * tile.out and tile.rows == max(n, 16)
+            assert tile.tma and out >= TMA_PROGRAMS * tile.out
+            assert tile.rows == max(min(n, 32) if (num_weights, out) == (1, 4096) else n, 16)
     assert [tile_of(4, out, 4096, tma=True).out for out in (6144, 5120)] == [128, 64], (
         "a few rows of a wide one take fewer"
     )

@@ -1,7 +1,8 @@
 """Matrix products whose operands the tensor memory accelerator (TMA) loads, of a large model on Hopper GPUs.
 
 One thread asks for a whole box of a matrix, which comes to shared memory as matrix instructions take it: no thread
-computes addresses, and larger steps over k are under way. The bits are those of `gpu/linear.py`, whose kernels are for
+computes addresses, and larger steps over k are under way. A box has no rows outside x: TMA takes longer to fill them
+with zeros than to load rows, so some come twice instead. The bits are those of `gpu/linear.py`, whose kernels are for
 all else: float32, few inputs, few products, other GPUs.
 """
 
@@ -55,22 +56,33 @@ def _ask_ahead(
         prefetch_piece(at, SIZE, PDL)
 
 
+@triton.jit
+def _rows_of(first, num_rows, BLOCK_ROWS: tl.constexpr, HALVES: tl.constexpr):
+    """Which row each one of a tile is; with `HALVES` as `_in_halves` has them."""
+    row = tl.arange(0, BLOCK_ROWS)
+    if HALVES:
+        HALF: tl.constexpr = BLOCK_ROWS // 2
+        twice = tl.where(num_rows > HALF, tl.maximum(BLOCK_ROWS - num_rows, 0), 0)
+        row -= tl.where(row < HALF, 0, twice)
+    return first + row
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _tma_kernel(
     x_desc, w_desc, w_ptr, bias_ptr, y_ptr, num_rows, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLAB: tl.constexpr, PDL: tl.constexpr,
+    W_LEFT: tl.constexpr, SLAB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a product; with an activation of a gated one, as `_linear_kernel`. Outside x are zeros.
+    """A tile of a product; with an activation of a gated one, as `_linear_kernel`.
 
-    A warp group's matrix instructions have 64 rows: where x has fewer, the weights are the left operand. Where a tile
-    has fewer outputs, too, the compiler takes those of single warps. If `SLAB` isn't 0 the weights are slabs, one
-    behind another.
+    The last tile of rows ends where x does. A warp group's matrix instructions have 64 rows of the left operand: where
+    a tile has fewer rows of x, the weights are at the left. Where it has fewer outputs, too, the compiler takes those of
+    single warps. If `SLAB` isn't 0 the weights are slabs, one behind another.
     """
-    W_LEFT: tl.constexpr = BLOCK_ROWS < 64
     GATED: tl.constexpr = ACTIVATION is not None
     row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
-    first_row, first_out = row_tile * BLOCK_ROWS, out_tile * BLOCK_OUT
+    first_out = out_tile * BLOCK_OUT
+    first_row = tl.minimum(row_tile * BLOCK_ROWS, tl.maximum(num_rows - BLOCK_ROWS, 0))
     if SLAB > 0 and BLOCK_ROWS <= 64:  # more rows' programs come one behind the other
         _ask_ahead(w_ptr, first_out, OUT, GATED, BLOCK_OUT, SLAB, PDL)
     wait_for_inputs(PDL, not GATED)  # behind a large gated product the next one would take its room
@@ -84,11 +96,14 @@ def _tma_kernel(
         w = w_desc.load([at, col])
         if GATED:
             w_up = w_desc.load([OUT + at, col])
-        x = x_desc.load([first_row, k])
+        if W_LEFT:
+            x = tl.reshape(x_desc.load([0, first_row, k]), [BLOCK_ROWS, BLOCK_K])
+        else:  # from a box of halves it would go through registers
+            x = x_desc.load([first_row, k])
         acc = _dot(x, w, acc, W_LEFT)
         if GATED:
             up = _dot(x, w_up, up, W_LEFT)
-    row, col = first_row + tl.arange(0, BLOCK_ROWS), first_out + tl.arange(0, BLOCK_OUT)
+    row, col = _rows_of(first_row, num_rows, BLOCK_ROWS, W_LEFT), first_out + tl.arange(0, BLOCK_OUT)
     if BIAS:
         acc = _add_bias(acc, bias_ptr + col % OUT, W_LEFT)
     if GATED and BIAS:
@@ -107,6 +122,14 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if x.element_size() != 2 or stride < k or not on_hopper(x.device):
         return False
     return all(at % 16 == 0 for at in (x.data_ptr(), weight.data_ptr(), 2 * stride, 2 * k))
+
+
+def _in_halves(x: torch.Tensor, rows: int, k: int) -> TensorDescriptor:
+    """Describe tiles of so many rows as two halves: if x has fewer, but more than a half, the second ends where x does."""
+    (n, num_inputs), half, stride = x.shape, rows // 2, row_stride(x)
+    apart = min(half, n - half) if n > half else half
+    shape = [2, n - apart, num_inputs] if n > half else [1, n, num_inputs]
+    return TensorDescriptor(x, shape, [apart * stride, stride, 1], [2, half, k])
 
 
 def tma_linear(
@@ -128,11 +151,12 @@ def tma_linear(
         activation: one of `specdec.kernels.activation.ACTIVATIONS`, or None.
     """
     (n, k), out, t = x.shape, y.shape[1], tile
-    rows = TensorDescriptor(x, [n, k], [row_stride(x), 1], [t.rows, t.k])
+    w_left = n < t.rows or t.rows < 64
+    rows = _in_halves(x, t.rows, t.k) if w_left else TensorDescriptor(x, [n, k], [row_stride(x), 1], [t.rows, t.k])
     slab = SLAB if in_slabs(weight) else 0
     rows_of = weight.transpose(0, 1).flatten(0, 1) if slab else weight
     weights = TensorDescriptor(rows_of, list(rows_of.shape), [slab or k, 1], [t.out, t.k])
     _tma_kernel[grid_of(n, out, t)](
         rows, weights, weight, weight if bias is None else bias, y, n, out, k, bias is not None, activation,
-        t.rows, t.out, t.k, slab, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False, **overlap(x.device),
+        t.rows, t.out, t.k, w_left, slab, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False, **overlap(x.device),
     )  # fmt: skip
