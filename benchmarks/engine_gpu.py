@@ -50,6 +50,9 @@ SHAPES = {
     ),
 }  # fmt: skip
 
+BETWEEN = (20, 40, 48)
+"""Nodes that `nodes` measures beside those of cost tables: their products' last tile of rows isn't full."""
+
 
 def open_model(name: str) -> str | PreTrainedModel:
     """A model of a known shape with random weights, or the name as it is."""
@@ -166,10 +169,11 @@ def nodes(model: str, context: int, prepack: bool | None, path: str | None) -> N
     Then what the driver says of the card while such steps go on: a card at its power limit has a lower clock.
     """
     target = _decoder(model, prepack=prepack)
-    grid = Grid((1,), NUM_NODES, (context,))
+    counts = sorted({*NUM_NODES, *BETWEEN})
+    grid = Grid((1,), tuple(counts), (context,))
     step = CapturedStep(target, grid)
     (times,) = measure(step, grid, repeats=30)
-    rows = [(n, seconds[0] * 1e6) for n, seconds in zip(NUM_NODES, times, strict=True)]
+    rows = [(n, seconds[0] * 1e6) for n, seconds in zip(counts, times, strict=True)]
     result = [
         {"nodes": n, "us": round(us, 1), "ratio": round(us / rows[0][1], 4), **_strain(partial(step, 1, n, context))}
         for n, us in rows

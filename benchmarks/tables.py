@@ -136,7 +136,8 @@ def prefill() -> str:
 def nodes() -> str:
     """Return what a step costs by the number of nodes, on a GPU."""
     names = ("nodes_8b_h200", "nodes_8b_prepacked_h200", "nodes_8b_rows_h200")
-    rows, prepacked, plain = (read(name)["rows"] for name in names)
+    rows, *others = (read(name)["rows"] for name in names)
+    prepacked, plain = ({r["nodes"]: f"{r['us'] / 1000:.2f}" for r in found} for found in others)
     strain = []
     if "watts" in rows[0]:  # the driver could say
         strain = [
@@ -149,8 +150,8 @@ def nodes() -> str:
             ["ms a step", *(f"{r['us'] / 1000:.2f}" for r in rows)],
             ["× one node", *(f"{r['ratio']:.2f}" for r in rows)],
             *strain,
-            ["ms before, on another card", *(f"{r['us'] / 1000:.2f}" for r in prepacked)],
-            ["the same, weights not prepacked", *(f"{r['us'] / 1000:.2f}" for r in plain)],
+            ["ms before, on another card", *(prepacked.get(r["nodes"], "") for r in rows)],
+            ["the same, weights not prepacked", *(plain.get(r["nodes"], "") for r in rows)],
         ],
     )
 

@@ -503,26 +503,34 @@ for nodes, name, first in (1, "single", 1), (1, "direct", 1), (16, "wide", 1), (
 
 
 @pytest.mark.parametrize(
-    ("way", "nodes", "dim", "programs"),
-    [("NATIVE", 16, 128, 3), ("NATIVE", 16, 64, 3), ("NATIVE_NARROW", 4, 128, 3), ("NATIVE_NARROW", 4, 64, 4)],
+    ("way", "nodes", "dim", "context", "programs"),
+    [
+        ("NATIVE", 16, 128, 1024, (2, 3)),  # few programs: of chains, two, so that they are spread
+        ("NATIVE", 16, 128, 32768, (3, 3)),
+        ("NATIVE", 16, 64, 32768, (3, 4)),
+        ("NATIVE_NARROW", 4, 128, 1024, (3, 3)),
+        ("NATIVE_NARROW", 4, 64, 1024, (4, 4)),
+    ],
 )
-def test_programs_that_share_a_multiprocessor(way: str, nodes: int, dim: int, programs: int) -> None:
+def test_programs_that_share_a_multiprocessor(
+    way: str, nodes: int, dim: int, context: int, programs: tuple[int, int]
+) -> None:
     """Nothing but the ring and what products take from shared memory is there, and copies are of sixteen bytes.
 
-    Registers are enough for what a program holds, and few enough for as many programs.
+    Registers are enough for what a program holds, and few enough for as many programs, of chains and of trees.
     """
     kernels = on_hopper(f"""
 from tests.hopper import COMPILED, attend, registers
 for chains in (True, False):
-    attend(None, {nodes}, chains=chains, codes="{way}", dim={dim})
+    attend(None, {nodes}, chains=chains, codes="{way}", dim={dim}, context={context})
 for name, made in COMPILED:
     if name == "native_kernel":
         print((str(made["ttgir"]), made["ptx"], made["shared"], registers(made)))
 """)
-    assert len(kernels) == 2
-    for ttgir, ptx_text, shared, (count, stack) in kernels:
-        assert programs * (shared + 1024) <= 228 << 10, "one KiB of each program's is the driver's"
-        assert programs * 128 * -(-count // 8) * 8 <= 65536, "eight of a thread's registers are given at once"
+    for most, (ttgir, ptx_text, shared, (count, stack)) in zip(programs, kernels, strict=True):
+        by_memory = (228 << 10) // (shared + 1024)  # one KiB of each program's is the driver's
+        by_registers = 65536 // (128 * -(-count // 8) * 8)  # eight of a thread's registers are given at once
+        assert min(by_memory, by_registers) == most
         assert not stack
         loaded, stored, used = of_shared_memory(ttgir)
         copies = re.findall(r"cp.async\S+ .*, (0x\w+), (\S+);", ptx_text)

@@ -6,6 +6,7 @@ They are made for Hopper GPUs, tiles of 64 keys and blocks of 16, 32 or 64 slots
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from specdec.kernels.gpu.launch import on_hopper
+from specdec.kernels.gpu.launch import multiprocessors, on_hopper
 from specdec.kernels.gpu.online import NUM_SMALL, num_splits
 from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.work import AttentionWork
@@ -247,6 +248,8 @@ class HopperKernel:
             multiprocessor to work then.
         max_merged: and where no context is longer: of more keys those splits are the smaller part, and the program
             takes more room.
+        few_programs: up to so many programs a multiprocessor threads have all the registers that they would take, and
+            programs are spread more evenly: multiprocessors that are free first would take more of them.
     """
 
     kernel: Any
@@ -261,6 +264,7 @@ class HopperKernel:
     max_heads: int | None = None
     merged: tuple[int, int] | None = None
     max_merged: int | None = None
+    few_programs: int = 0
 
     def first(self, work: AttentionWork, num_kv_heads: int) -> int:
         """Return how many splits the first part of a context takes, or BY_CONTEXT, where `programs` share one."""
@@ -316,9 +320,11 @@ class HopperKernel:
         given = sizes | {"FIRST": first, "ROWS": self.rows}
         names = ("H", "G", "D", "BLOCK_SIZE", "SMALL", "NUM", "LARGE", "FIRST", "PDL", "ROWS")
         constants = work.chains, *(given[name] for name in names)
-        self.kernel[(sizes["G"], len(work.tree_tiles), num_parts)](
+        grid = sizes["G"], len(work.tree_tiles), num_parts
+        many = prod(grid) > self.few_programs * multiprocessors(q.device)
+        self.kernel[grid](
             q, *pages, *state, work.tree_tiles, work.block_table, work.context_lens, work.positions, work.ancestors,
             work.block_table.stride(0), len(work.tree_rows), int(work.early), scale, *constants, num_warps=self.warps,
-            maxnreg=self.max_registers[q.shape[2]] if first == 1 else 255, enable_fp_fusion=False,
+            maxnreg=self.max_registers[q.shape[2]] if first == 1 and many else 255, enable_fp_fusion=False,
             launch_pdl=sizes["PDL"],
         )  # fmt: skip

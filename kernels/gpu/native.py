@@ -345,7 +345,7 @@ def native_kernel(
 
 NATIVE = HopperKernel(
     native_kernel, 64, WARPS.value, max_registers={64: 168, 128: 168}, kinds=("native",), min_rows=32,
-    merged=(3, 1 << 31), max_merged=16384,
+    merged=(3, 1 << 31), max_merged=16384, few_programs=2,
 )  # fmt: skip
 NATIVE_NARROW = HopperKernel(
     native_kernel, 16, WARPS.value, max_registers={64: 128, 128: 168}, kinds=("native",),

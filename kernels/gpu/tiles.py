@@ -84,7 +84,8 @@ _TMA_TILES = {
     "narrow": {
         16: Tile(16, 64, 256, 4, 5, True),
         32: Tile(32, 32, 256, 4, 5, True),
-        64: Tile(32, 64, 256, 4, 4, True),
+        63: Tile(32, 64, 256, 4, 4, True),
+        64: Tile(64, 32, 256, 4, 4, True),
     },
     "deep": {
         16: Tile(16, 64, 256, 4, 5, True),

@@ -76,8 +76,8 @@ def _tma_kernel(
     """A tile of a product; with an activation of a gated one, as `_linear_kernel`.
 
     The last tile of rows ends where x does. A warp group's matrix instructions have 64 rows of the left operand: where
-    a tile has fewer rows of x, the weights are at the left. Where it has fewer outputs, too, the compiler takes those of
-    single warps. If `SLAB` isn't 0 the weights are slabs, one behind another.
+    x has fewer than those, or than a tile, the weights are at the left (`W_LEFT`). Where a tile has fewer outputs, too,
+    the compiler takes those of single warps. If `SLAB` isn't 0 the weights are slabs, one behind another.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
@@ -125,7 +125,11 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _in_halves(x: torch.Tensor, rows: int, k: int) -> TensorDescriptor:
-    """Describe tiles of so many rows as two halves: if x has fewer, but more than a half, the second ends where x does."""
+    """Describe tiles of so many rows as two halves: where x has fewer, but more than a half, the second ends as x does.
+
+    Rows that are in both come twice, and are computed and stored twice, the same. Behind up to half of a tile's rows
+    there are zeros after all: few rows have time for them.
+    """
     (n, num_inputs), half, stride = x.shape, rows // 2, row_stride(x)
     apart = min(half, n - half) if n > half else half
     shape = [2, n - apart, num_inputs] if n > half else [1, n, num_inputs]
@@ -158,5 +162,6 @@ def tma_linear(
     weights = TensorDescriptor(rows_of, list(rows_of.shape), [slab or k, 1], [t.out, t.k])
     _tma_kernel[grid_of(n, out, t)](
         rows, weights, weight, weight if bias is None else bias, y, n, out, k, bias is not None, activation,
-        t.rows, t.out, t.k, w_left, slab, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False, **overlap(x.device),
+        t.rows, t.out, t.k, w_left, slab, num_warps=t.warps, num_stages=t.stages, enable_fp_fusion=False,
+        **overlap(x.device),
     )  # fmt: skip
