@@ -180,6 +180,19 @@ def attention_h200() -> str:
     return _attention("attention_h200")
 
 
+def attention_cards() -> str:
+    """Return how far H200s differ, in what their clocks decide and where torch's attention is as fast."""
+    cells = []
+    for name in ("attention_h200", "attention_another_h200"):
+        rows = {(r["sequences"], r["nodes"], r["context"]): r for r in read(name)["rows"]}
+        many, one = rows[1, 64, 32768], rows[8, 1, 32768]
+        shares = f"{many['chain_share_of_copy']:.1%}", f"{many['tree_share_of_copy']:.1%}"
+        torch_us = min(one["sdpa_us"], one["sdpa_folded_us"])
+        cells.append([f"`{name}.json`", many["chain_us"], many["tree_us"], *shares, one["chain_us"], torch_us])
+    headings = ("64 nodes: chains, µs", "trees, µs", "of a copy", "of a copy", "8 sequences: chains, µs", "torch, µs")
+    return table(("file", *headings), cells)
+
+
 def _attention(name: str) -> str:
     rows = []
     for r in read(name)["rows"]:
@@ -452,7 +465,7 @@ def _machine(result: dict[str, Any]) -> str:
 
 _BENCH = (acceptance, acceptance_at_once, picture, seeds, serve_agreement)
 _CPU = (demo, demo_default, dropin, linear)
-_SPEED = (attention, attention_h200, heads, ngram_gpu, nodes, prefill, products, startup, throughput)
+_SPEED = (attention, attention_cards, attention_h200, heads, ngram_gpu, nodes, prefill, products, startup, throughput)
 _SERVING = (cache_steps, long_attention, quantized_attention, wide_attention, prefix_reuse, runtime)
 _EQUALITY = (cache_quality, exact_gpu, property_cases, tau_of_heads, traffic)
 TABLES: dict[str, Callable[[], str]] = {

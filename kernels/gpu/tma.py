@@ -47,7 +47,7 @@ def _ask_ahead(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Ask for the tile's part of the first slab, which is one piece of memory; of two weights for less."""
-    at = w_ptr + tl.cast(tl.minimum(first_out, max(OUT - BLOCK_OUT, 0)), tl.int64) * SLAB
+    at = w_ptr + tl.cast(first_out, tl.int64) * SLAB
     SIZE: tl.constexpr = min(BLOCK_OUT, OUT) * SLAB * 2
     if GATED:
         prefetch_piece(at, min(SIZE, _OF_TWO), PDL)
@@ -82,6 +82,8 @@ def _tma_kernel(
     GATED: tl.constexpr = ACTIVATION is not None
     row_tile, out_tile = tile_at(num_rows, OUT, BLOCK_ROWS, BLOCK_OUT)
     first_out = out_tile * BLOCK_OUT
+    if OUT % BLOCK_OUT and OUT > BLOCK_OUT:  # the last tile of outputs ends where these do, too
+        first_out = tl.minimum(first_out, OUT - BLOCK_OUT)
     first_row = tl.minimum(row_tile * BLOCK_ROWS, tl.maximum(num_rows - BLOCK_ROWS, 0))
     if SLAB > 0 and BLOCK_ROWS <= 64:  # more rows' programs come one behind the other
         _ask_ahead(w_ptr, first_out, OUT, GATED, BLOCK_OUT, SLAB, PDL)
