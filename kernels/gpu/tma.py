@@ -1,9 +1,9 @@
 """Matrix products whose operands the tensor memory accelerator (TMA) loads, of a large model on Hopper GPUs.
 
 One thread asks for a whole box of a matrix, which comes to shared memory as matrix instructions take it: no thread
-computes addresses, and larger steps over k are under way. A box has no rows outside x: TMA takes longer to fill them
-with zeros than to load rows, so some come twice instead. The bits are those of `gpu/linear.py`, whose kernels are for
-all else: float32, few inputs, few products, other GPUs.
+computes addresses, and larger steps over k are under way. TMA takes longer to fill rows outside x with zeros than to
+load rows, so some come twice instead, unless x fills no more than half of a tile. The bits are those of
+`gpu/linear.py`, whose kernels are for all else: float32, few inputs, few products, other GPUs.
 """
 
 import torch
