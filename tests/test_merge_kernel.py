@@ -60,13 +60,13 @@ def test_bits_are_those_of_one_head_a_program(
     work, state, parts = make_batch(heads, dim, first, programs)
     sizes, num_rows = sizes_of(heads, dim), len(work.positions)
     want, got = (torch.full((num_rows, heads, dim), torch.nan, dtype=torch.float16, device=DEVICE) for _ in range(2))
-    given = work.context_lens, work.positions, work.ancestors, num_rows, NODES, programs
+    given = work.context_lens, work.positions, work.ancestors, num_rows, NODES, programs, 0
     constants = {"BLOCK_D": dim, "TILE": TILE, "FIRST": first, "HEADS": 1, "AT_ONCE": 8, "enable_fp_fusion": False}
     merge_kernel[(num_rows, heads)](want, *state, *given, num_warps=1, **constants, **sizes)
     if not ON_GPU:
         monkeypatch.setattr(merge, "merge_heads_kernel", InTorch(merge.merge_heads_kernel))
     monkeypatch.setattr(merge, "merge_of", lambda *args: how)
-    merge_heads(got, state, work, parts, first, programs, sizes)
+    merge_heads(got, state, work, parts, first, programs, 1, sizes)
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
     assert not got[-1].any() and got[:-1].any(-1).all(), "padding is 0, and nothing else"
 

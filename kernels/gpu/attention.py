@@ -17,7 +17,7 @@ from specdec.kernels.gpu.chain import chain_kernel, merge_kernel
 from specdec.kernels.gpu.chunk import chunk_kernel
 from specdec.kernels.gpu.direct import DIRECT
 from specdec.kernels.gpu.hopper import HopperKernel
-from specdec.kernels.gpu.launch import overlap
+from specdec.kernels.gpu.launch import lets_begin, overlap
 from specdec.kernels.gpu.merge import merge_heads, takes_heads
 from specdec.kernels.gpu.native import NATIVE, NATIVE_NARROW
 from specdec.kernels.gpu.online import (
@@ -41,6 +41,11 @@ from specdec.kernels.work import MAX_TREE_BLOCK, MIN_BLOCK, AttentionWork, max_b
 FEW_KEYS = 4096
 """In contexts of up to so many keys programs take small splits together with tiles of 64 rows and with quantized pages,
 too: of more keys those are the smaller part. Narrow tiles of quantized pages are faster without."""
+
+EARLY_ROWS, EARLY_PROGRAMS = 4, 64
+"""Up to so many rows, of so many programs that read contexts, the product behind a merge may begin when that does, in a
+large model, too: it finds room on multiprocessors that have no such program. Of more it came to stand where it was
+slower."""
 
 SIXTEEN_STATES = 512
 """Grouped heads × values of a head up to which the registers of four warps have room for sixteen states."""
@@ -184,9 +189,10 @@ def _run_trees(call: _Call) -> None:
         )  # fmt: skip
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, slots, work.tree_rows, work.tree_sequences, work.context_lens,
-        work.positions, work.ancestors, num_nodes, work.nodes_per_sequence, call.programs, *call.factors,
-        SOFTCAP=call.shape["SOFTCAP"], WINDOW=call.shape["WINDOW"], FIRST=call.first, LENGTH=slots.shape[1],
-        BLOCK_M=call.group_block, num_stages=1, **_tail_of(call, parts), **call.sizes,
+        work.positions, work.ancestors, num_nodes, work.nodes_per_sequence, call.programs,
+        _early(call, parts), *call.factors, SOFTCAP=call.shape["SOFTCAP"], WINDOW=call.shape["WINDOW"],
+        FIRST=call.first, LENGTH=slots.shape[1], BLOCK_M=call.group_block, num_stages=1, **_tail_of(call, parts),
+        **call.sizes,
     )  # fmt: skip
 
 
@@ -217,19 +223,27 @@ def _run_chains(call: _Call) -> None:
         _merge_chains(call, state, parts)
 
 
+def _early(call: _Call, parts: int) -> int:
+    """1 if the product behind may begin when the merge of parts does, else 0."""
+    num_rows, num_heads, head_dim = call.q.shape
+    few = call.num_kv_heads * len(call.work.tree_tiles) * parts <= EARLY_PROGRAMS
+    return int(num_rows <= EARLY_ROWS and few or lets_begin("merge", num_rows, num_heads * head_dim))
+
+
 def _merge_chains(call: _Call, state: tuple[Tensor, Tensor, Tensor], parts: int) -> None:
     """Merge as many parts of each row at most, by the kernel that is made for its heads."""
     work, (num_rows, num_heads, head_dim) = call.work, call.q.shape
+    early = _early(call, parts)
     if call.first == BY_CONTEXT:  # as many as the longest one has
         parts = num_parts(_keys(call), first_part(work.max_context, call.programs, head_dim), 1)
     if takes_heads(call.q):
-        merge_heads(call.out, state, work, parts, call.first, call.programs, call.sizes)
+        merge_heads(call.out, state, work, parts, call.first, call.programs, early, call.sizes)
     else:
         heads = 1 if call.first == 1 or parts > 8 else 2  # of many rows, with few states each
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, triton.cdiv(num_heads, heads))](
             call.out, *state, work.context_lens, work.positions, work.ancestors, num_rows, work.nodes_per_sequence,
-            call.programs, FIRST=call.first, HEADS=heads, AT_ONCE=16 if parts > 8 else 8, num_warps=1, **sizes,
+            call.programs, early, FIRST=call.first, HEADS=heads, AT_ONCE=16 if parts > 8 else 8, num_warps=1, **sizes,
         )  # fmt: skip
 
 

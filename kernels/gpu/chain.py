@@ -8,7 +8,7 @@ count before it ends: that was slower than a kernel that is ready and waits.
 import triton
 import triton.language as tl
 
-from specdec.kernels.gpu.launch import wait_for_inputs
+from specdec.kernels.gpu.launch import let_next_begin, wait_for_inputs
 from specdec.kernels.gpu.online import (
     attend_split,
     attend_tiles,
@@ -129,7 +129,7 @@ def _merge_parts(
     tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["num_rows", "nodes", "programs"])
+@triton.jit(do_not_specialize=["num_rows", "nodes", "programs", "early"])
 def merge_kernel(
     out_ptr,
     m_ptr,
@@ -141,6 +141,7 @@ def merge_kernel(
     num_rows,
     nodes,
     programs,
+    early,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -159,6 +160,8 @@ def merge_kernel(
     instructions a part, since maximum and sum of weights are two numbers: it waits for its loads, as many others do.
     `nodes` of a sequence and `programs` are for `FIRST` by the context.
     """
+    if early:
+        let_next_begin(PDL)
     row = tl.program_id(0)
     position = tl.load(positions_ptr + row).to(tl.int32)
     first = FIRST

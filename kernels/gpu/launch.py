@@ -3,8 +3,10 @@
 With programmatic dependent launch a kernel is made ready before the kernels before it have ended; `wait_for_inputs`
 holds until they have, and their results are seen. A kernel that is launched so must wait before it reads or writes
 anything but weights. Once it has waited it lets the next one be made ready, in what room it leaves. A rotation does so
-before it waits (`let_next_begin`), for attention has much to read that was there long before; done by all kernels that
-was slower, since kernels further behind took room as well.
+before it waits (`let_next_begin`), for attention has much to read that was there long before. Kernels in front of a
+small product do so as well, by how many rows there are (`lets_begin`); done by all kernels that was slower, since those
+further behind took room, too. So what a kernel reads before it waits may be written by no kernel of its forward, but
+where the kernel in front of it has waited; a forward begins with kernels of torch, which wait for all that was before.
 """
 
 from functools import cache
@@ -13,6 +15,28 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime import driver
+
+SMALL_INPUTS = 2048
+"""Inputs of a large product: its programs take most of a multiprocessor. Those of a small one may wait beside
+others."""
+_LET_BEGIN = {
+    "merge": (range(1, 17), range(128, 257)),
+    "norm": (range(1, 33), range(128, 257)),
+    "product": (range(128, 257),),
+}
+"""By kind of kernel, numbers of rows with which steps of a small model were faster on an H200 if these kernels let the
+next one begin when they begin themselves. Of more rows than these nothing is known."""
+
+
+def lets_begin(kind: str, num_rows: int, inputs: int) -> bool:
+    """Return whether a kernel lets the next one begin when it begins itself: no bit depends on it.
+
+    Args:
+        kind: "merge" of attention's parts, with a product behind; "norm" with one behind; "product".
+        num_rows: of the batch.
+        inputs: of the product.
+    """
+    return inputs < SMALL_INPUTS and any(num_rows in rows for rows in _LET_BEGIN[kind])
 
 
 @triton.jit

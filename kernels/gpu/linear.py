@@ -11,7 +11,7 @@ import triton.language as tl
 
 from specdec.kernels.activation import ACTIVATIONS
 from specdec.kernels.gpu.activation import gated
-from specdec.kernels.gpu.launch import overlap, prefetch, shared_memory, wait_for_inputs
+from specdec.kernels.gpu.launch import let_next_begin, lets_begin, overlap, prefetch, shared_memory, wait_for_inputs
 from specdec.kernels.gpu.tiles import Tile, grid_of, row_stride, tile_at, tile_of
 from specdec.kernels.gpu.tma import takes_tma, tma_linear
 from specdec.kernels.slabs import SLAB, in_slabs
@@ -77,9 +77,10 @@ def _load_weights(w_at, k, at, K: tl.constexpr, BLOCK_K: tl.constexpr, SLAB_SIZE
     return w
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # compiled for one row alone, the loads of x would not be pipelined
+# Compiled for one row alone, the loads of x would not be pipelined.
+@triton.jit(do_not_specialize=["num_rows", "early"])
 def _linear_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, early, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
     LONE: tl.constexpr, SLAB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -102,6 +103,8 @@ def _linear_kernel(
         prefetch(_first_lines(w_ptr, col % OUT, WIDTH), PDL)
         if GATED:
             prefetch(_first_lines(w_ptr, OUT + col % OUT, WIDTH), PDL)
+    if early:
+        let_next_begin(PDL)
     wait_for_inputs(PDL, not GATED or BITS <= SMALL_BITS)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     up = acc
@@ -179,9 +182,10 @@ def _multiply(
     if t.tma and n:
         tma_linear(x, weight, bias, y, t, activation)
     elif n:
+        early = int(lets_begin("product", n, k))
         _linear_kernel[grid_of(n, out, t)](
-            x, weight, weight if bias is None else bias, y, n, row_stride(x), out, k, bias is not None, activation,
-            t.rows, t.out, t.k, n == 1 and k % t.k == 0, slab, num_warps=t.warps, num_stages=t.stages,
+            x, weight, weight if bias is None else bias, y, n, row_stride(x), early, out, k, bias is not None,
+            activation, t.rows, t.out, t.k, n == 1 and k % t.k == 0, slab, num_warps=t.warps, num_stages=t.stages,
             enable_fp_fusion=False, **overlap(x.device),
         )  # fmt: skip
     return y

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.kernels.gpu.launch import SMALL_INPUTS
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -114,7 +116,7 @@ def tile_of(num_rows: int, out: int, k: int, num_weights: int = 1, itemsize: int
         num_rows, out, k, num_weights, itemsize: the product.
         tma: whether the tensor memory accelerator can load the operands; it does where that is faster.
     """
-    if tma and k >= 2048:
+    if tma and k >= SMALL_INPUTS:
         found = _tma_tile_of(num_rows, out, k, num_weights)
         if found is not None:
             return found
@@ -152,7 +154,7 @@ def _tile_of_two_bytes(num_rows: int, out: int, k: int, num_weights: int) -> Til
     rows = 16 if num_rows <= 16 else 64  # a tile of 32 rows was slower than one of 64 that is half empty
     if out * num_weights >= LARGE_OUT and k < 1024:  # a small model's head
         return Tile(rows, 128 if rows == 16 else 64, 64, 8 if rows == 16 else 4, 3 if rows == 16 else 4)
-    if k < 2048:
+    if k < SMALL_INPUTS:
         return Tile(rows, 16 if rows == 64 or k > 1024 else 32, 256 if k > 1024 else 128, 4, 4)
     if rows == 64:
         if num_weights == 2 or out >= LARGE_OUT:

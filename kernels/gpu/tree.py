@@ -9,7 +9,7 @@ and merges the splits. So a node's bits are those of the same tokens decoded one
 import triton
 import triton.language as tl
 
-from specdec.kernels.gpu.launch import wait_for_inputs
+from specdec.kernels.gpu.launch import let_next_begin, wait_for_inputs
 from specdec.kernels.gpu.online import (
     attend_split,
     attend_tiles,
@@ -148,7 +148,7 @@ def _repeated(x, ROWS: tl.constexpr):
         return tl.reshape(tl.broadcast_to(x[None, :, :], [TIMES, x.shape[0], x.shape[1]]), [ROWS, x.shape[1]])
 
 
-@triton.jit(do_not_specialize=["num_nodes", "nodes", "programs"])
+@triton.jit(do_not_specialize=["num_nodes", "nodes", "programs", "early"])
 def tail_kernel(
     q_ptr,
     k_ptr,
@@ -166,6 +166,7 @@ def tail_kernel(
     num_nodes,
     nodes,
     programs,
+    early,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
@@ -191,6 +192,8 @@ def tail_kernel(
     when they are merged. Where each sequence has as many `nodes` and no other rows, a node's row and sequence are known
     without a load; 0 says that they aren't. `programs` is for `FIRST` by the context.
     """
+    if early:
+        let_next_begin(PDL)
     GROUP: tl.constexpr = H // G
     node_of, kv_head = tl.program_id(0), tl.program_id(1)
     row_of, sequence = node_of, node_of
