@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from specdec.kernels.gpu.pages import PagePointers
 from tests import ptx
@@ -393,6 +395,9 @@ class Language:
     def minimum(self, a: Any, b: Any) -> Value:
         return Value(torch.minimum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
 
+    def cdiv(self, a: Any, b: Any) -> Value:
+        return Value(-(-torch.as_tensor(_plain(a)) // _plain(b)))
+
     def max(self, x: Value, axis: int) -> Value:
         return Value(x.tensor.amax(axis))
 
@@ -492,7 +497,7 @@ def launch(
     """Run a kernel's programs one after the other. Tensors become pointers; constants are given by their place.
 
     Args:
-        kernel: decorated by `gluon.jit`; so are the functions that it calls.
+        kernel: decorated by `gluon.jit`; so are the functions that it calls, or by `triton.jit` if they take scalars.
         grid: how many programs.
         args: tensors, `PagePointers`, numbers.
         stands: by the addresses of tensors that the kernel before writes, what stands there until that one has ended.
@@ -509,7 +514,8 @@ def launch(
         copies = AsyncCopy()
         patched: dict[str, Any] = {"gl": language, "async_copy": copies, "mbarrier": barriers}
         patched |= {"copy_values": copies.copy_values, "copy_box": barriers.copy_box, "group_barrier": lambda: None}
-        patched["tl"] = SimpleNamespace(extra=SimpleNamespace(cuda=cuda))
+        language.extra = SimpleNamespace(cuda=cuda)
+        patched["tl"] = language
         patched |= {
             name: getattr(language, name)
             for name in ("mma_v2", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
@@ -526,7 +532,7 @@ def _within(fn: FunctionType, patched: dict[str, Any], scopes: dict[int, dict[st
     if id(known) not in scopes:
         here = scopes[id(known)] = known | patched
         for name, value in known.items():
-            if hasattr(value, "is_gluon") and value.is_gluon():
+            if isinstance(value, (JITFunction, InterpretedFunction)):
                 here[name] = _within(value.fn, patched, scopes)
             elif hasattr(value, "value") and name.isupper():
                 here[name] = value.value

@@ -1,7 +1,8 @@
 """What attention kernels in Gluon share: which part of which tile of nodes a program takes, when they are taken.
 
 They are made for Hopper GPUs, tiles of 64 keys and blocks of 16, 32 or 64 slots. The state of each part is left as
-`gpu/chain.py` and `gpu/tree.py` leave it, for the kernels that merge them.
+`gpu/chain.py` and `gpu/tree.py` leave it, for the kernels that merge them. Which keys are in which split is told by the
+functions of `gpu/online.py`, which are Triton's and Gluon's alike.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from specdec.kernels.gpu.launch import multiprocessors, on_hopper
-from specdec.kernels.gpu.online import NUM_SMALL, num_splits
+from specdec.kernels.gpu.online import NUM_SMALL, num_splits, split_of, start_of
 from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.work import AttentionWork
 
@@ -106,36 +107,6 @@ def seen(tile, lane, reads, GROUP: gl.constexpr, CHAINS: gl.constexpr):
 
 
 @gluon.jit
-def start_of(split, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
-    """The first tile of a split."""
-    return gl.where(split < NUM, split * SMALL, SMALL * NUM + (split - NUM) * LARGE)
-
-
-@gluon.jit
-def split_of(tile, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
-    """The split that a tile is in."""
-    return gl.where(tile < SMALL * NUM, tile // SMALL, NUM + (tile - SMALL * NUM) // LARGE)
-
-
-@gluon.jit
-def first_by_context(context, programs, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr):
-    """How many splits the first part takes where programs share a context, as `first_by_context` of `gpu/online.py`."""
-    tiles, others = context // KEY_TILE, gl.maximum(programs - 1, 1)
-    unit = gl.where(tiles > SMALL * NUM, LARGE, SMALL)
-    mine = _units(tiles, programs, unit)
-    theirs = _units(gl.maximum(tiles - mine, 0), others, unit)
-    mine = gl.maximum(gl.where(theirs < mine, mine - unit, mine), unit)
-    return gl.where(programs > 1, split_of(mine, SMALL, NUM, LARGE), NUM + tiles)
-
-
-@gluon.jit
-def _units(tiles, programs, unit):
-    """The tiles of a program's share, in whole units."""
-    share = (tiles + programs - 1) // programs
-    return (share + unit - 1) // unit * unit
-
-
-@gluon.jit
 def part_of(
     tile, splits, lane, reads, table_ptr, table_stride, GROUP: gl.constexpr, CHAINS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr,
@@ -156,12 +127,6 @@ def part_of(
     table_at = table_ptr + tile[0].to(gl.int64) * table_stride
     tiles = first, gl.minimum(to_tile, whole), to_tile
     return asked, tiles, (table_at, (last + BLOCK_SIZE) // BLOCK_SIZE), (last, position)
-
-
-@gluon.jit
-def splits_of(part, FIRST: gl.constexpr):
-    """The first split of a part, and where they end, as `splits_of` of `gpu/online.py`."""
-    return gl.where(part == 0, 0, part + (FIRST - 1)), part + FIRST
 
 
 @gluon.jit

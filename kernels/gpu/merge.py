@@ -16,8 +16,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from specdec.kernels.gpu.hopper import KEY_TILE, first_by_context, new_maximum, split_of, wait_for_kernels
+from specdec.kernels.gpu.hopper import KEY_TILE, new_maximum, wait_for_kernels
 from specdec.kernels.gpu.launch import let_next_begin, on_hopper
+from specdec.kernels.gpu.online import first_by_context, part_with, split_of
 from specdec.kernels.work import AttentionWork
 
 
@@ -62,8 +63,8 @@ def merge_heads_kernel(
     first = position * 0 + FIRST
     if FIRST == 0:
         context = gl.load(context_ptr + row // nodes).to(gl.int32)
-        first = first_by_context(context, programs, SMALL, NUM, LARGE)
-    count = gl.maximum(split_of(position // KEY_TILE, SMALL, NUM, LARGE) - (first - 1), 0) + 1
+        first = first_by_context(context, programs, KEY_TILE, SMALL, NUM, LARGE)
+    count = part_with(split_of(position // KEY_TILE, SMALL, NUM, LARGE), first) + 1
     count = gl.where(gl.load(ancestors_ptr + row) == 0, 0, count)
     nothing = position >> 31  # a row's that sees keys
     head = gl.program_id(1) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, LAYOUT))

@@ -25,13 +25,12 @@ from specdec.kernels.gpu.hopper import (
     part_of,
     program_of,
     query_rows,
-    splits_of,
     stage_after,
     store_state,
     tiles_of,
     wait_unless_idle,
 )
-from specdec.kernels.gpu.online import MANY_HEADS
+from specdec.kernels.gpu.online import MANY_HEADS, part_of_last, part_with, splits_of
 
 WARPS = gl.constexpr(4)
 PLACES = gl.constexpr(3)
@@ -331,11 +330,11 @@ def native_kernel(
                     tiles, state, right, left, k_pages, v_pages, kv_head, scale, ROWS, G, BLOCK_SIZE
                 )
                 ahead = of_next, place
-                to_part = gl.maximum(split - (FIRST - 1), 0)
+                to_part = part_with(split, FIRST)
                 if split < end_merged:
                     m_of, total_of, acc_of = _merge(before, m_of, total_of, acc_of, ROWS)
                 else:
-                    to_part = gl.maximum(split - (FIRST - 1), 1)
+                    to_part = part_of_last(split, FIRST, FIRST)
                 if (split >= end_merged) | (split + 1 == end_merged):
                     _store(to, to_part, m_of, total_of, acc_of, H, GROUP, ROWS)
                 else:

@@ -28,13 +28,10 @@ from specdec.kernels.gpu.gluon_names import copy_box, group_barrier
 from specdec.kernels.gpu.hopper import (
     KEY_TILE,
     HopperKernel,
-    first_by_context,
     new_maximum,
     query_rows,
     seen,
-    split_of,
     stage_after,
-    start_of,
     store_state,
     tile_at,
     wait_for_kernels,
@@ -51,7 +48,7 @@ from specdec.kernels.gpu.native import (
     times,
     tops,
 )
-from specdec.kernels.gpu.online import BY_CONTEXT, num_splits
+from specdec.kernels.gpu.online import BY_CONTEXT, first_by_context, num_splits, split_of, start_of
 from specdec.kernels.gpu.pages import PagePointers
 from specdec.kernels.work import AttentionWork
 
@@ -176,7 +173,7 @@ def _part_of(
     MERGED: gl.constexpr = 1 if CHAINS else 0
     last_split = split_of(gl.maximum(end - MERGED, 0), SMALL, NUM, LARGE)
     context_ptr, _, _ = reads
-    first_part = first_by_context(gl.load(context_ptr + tile[0]).to(gl.int32), parts, SMALL, NUM, LARGE)
+    first_part = first_by_context(gl.load(context_ptr + tile[0]).to(gl.int32), parts, KEY_TILE, SMALL, NUM, LARGE)
     end_merged = gl.minimum(first_part, last_split + MERGED)
     first_split, end_split = _splits_of(part, parts, first_part, end, last_split, SMALL, NUM, LARGE)
     first = start_of(first_split, SMALL, NUM, LARGE)

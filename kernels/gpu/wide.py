@@ -36,12 +36,12 @@ from specdec.kernels.gpu.hopper import (
     part_of,
     program_of,
     query_rows,
-    splits_of,
     stage_after,
     store_state,
     tiles_of,
     wait_unless_idle,
 )
+from specdec.kernels.gpu.online import part_of_last, part_with, splits_of
 
 WARPS = gl.constexpr(4)
 STAGES = gl.constexpr(2)
@@ -298,11 +298,11 @@ def wide_kernel(
                 state = _split(tiles, state, right, left, k_pages, v_pages, kv_head, scale, G, BLOCK_SIZE)
                 m_of, total_of, acc_of, blocks, stage, keys = state
                 ahead = blocks, stage, keys
-                to_part = gl.maximum(split - (FIRST - 1), 0)
+                to_part = part_with(split, FIRST)
                 if split < end_merged:
                     m_of, total_of, acc_of = _merge(before, right[3], m_of, total_of, acc_of)
                 else:
-                    to_part = gl.maximum(split - (FIRST - 1), 1)
+                    to_part = part_of_last(split, FIRST, FIRST)
                 if (split >= end_merged) | (split + 1 == end_merged):
                     _store(to, to_part, m_of, total_of, acc_of, H, GROUP)
                 else:
