@@ -22,6 +22,7 @@ from specdec.errors import ConfigError
 from specdec.kernels import write
 from specdec.kernels.formats import FORMATS, SCALE_DTYPE, KVFormat, QuantizedPages, load, quantize
 from specdec.kernels.gpu.attention import tree_attention
+from specdec.kernels.gpu.launch import lets_begin
 from specdec.kernels.gpu.pages import load_values, pointers
 from specdec.kernels.gpu.write import kv_write
 from specdec.params import SamplingParams
@@ -310,10 +311,12 @@ multiply(14336, 4096, gated=True)
 for _, made in COMPILED:
     print(re.findall(r"prefetch(?=[.]global)|(?<=griddepcontrol[.])[a-z_]+", made["ptx"]))
 """)
-    assert small == ["prefetch"] * small.count("prefetch") + ["wait", "launch_dependents"] and small.count("prefetch")
-    assert gated == ["prefetch"] * gated.count("prefetch") + ["wait", "launch_dependents"]
+    told, once_there = ["launch_dependents"], ["wait", "launch_dependents"]  # before it waits, if the launch says so
+    assert small == ["prefetch"] * small.count("prefetch") + told + once_there and small.count("prefetch")
+    assert gated == ["prefetch"] * gated.count("prefetch") + told + once_there
     assert gated.count("prefetch") == 2 * small.count("prefetch")
-    assert large == ["wait", "launch_dependents"] and large_gated == ["wait"]
+    assert large == told + once_there and large_gated == [*told, "wait"]
+    assert not any(lets_begin("product", n, 4096) for n in range(1, 513)), "in front of a large one it says so never"
 
 
 def test_attention_may_begin_while_a_rotation_waits_for_its_product() -> None:
