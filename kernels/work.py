@@ -37,8 +37,8 @@ class AttentionWork:
         nodes_per_sequence: n where row i is node i % n of sequence i // n, and there are no other rows; else 0.
         chains: whether all trees are chains; `nodes_per_sequence` is set then.
         pairs: whether each two of `tree_tiles`, one behind the other, are of one sequence.
-        early: whether all of this, and the keys and values of contexts, may be read while the kernel that was launched
-            before attention still runs.
+        early: whether all of this, and the keys and values of contexts, may be read while kernels that were launched
+            before attention still run: nothing in its forward writes them.
         paths: of tree nodes, once they are found (`gpu/paths.py`): by keys a tile and slots a block, [T, …] int32.
             They hold while the tensors here do; `anew` has none yet.
     """

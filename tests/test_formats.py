@@ -320,7 +320,7 @@ for _, made in COMPILED:
 
 
 def test_attention_may_begin_while_a_rotation_waits_for_its_product() -> None:
-    """What the rotation reads is loaded behind its wait; the product has let it begin behind its own."""
+    """What the rotation reads is loaded behind its wait: all that attention reads before its own is older."""
     [order] = on_hopper("""
 import re
 import torch

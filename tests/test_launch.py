@@ -43,11 +43,11 @@ def test_what_is_behind_a_merge_begins_early(rows: int, heads: int, tiles: int, 
     """Of 128 values a head, a fourth of the heads are keys' or, of eight, all: 64 programs read contexts, or fewer."""
     work = SimpleNamespace(tree_tiles=range(tiles))
     call: Any = SimpleNamespace(q=torch.empty(rows, heads, 128), num_kv_heads=8, work=work)
-    assert attention._early(call, parts) == early
+    assert attention._next_early(call, parts) == early
 
 
 def test_norms_of_heads_are_of_whole_rows() -> None:
-    assert [norm._early(torch.empty(4, *shape)) for shape in ((576,), (4096,), (9, 64), (32, 128))] == [1, 0, 1, 0]
+    assert [norm._next_early(torch.empty(4, *shape)) for shape in ((576,), (4096,), (9, 64), (32, 128))] == [1, 0, 1, 0]
 
 
 def test_kernels_that_let_the_next_one_begin_do_so_before_they_wait() -> None:

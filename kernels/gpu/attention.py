@@ -190,7 +190,7 @@ def _run_trees(call: _Call) -> None:
     tail_kernel[(num_nodes, call.num_kv_heads)](
         call.q, *call.pages, call.out, *state, slots, work.tree_rows, work.tree_sequences, work.context_lens,
         work.positions, work.ancestors, num_nodes, work.nodes_per_sequence, call.programs,
-        _early(call, parts), *call.factors, SOFTCAP=call.shape["SOFTCAP"], WINDOW=call.shape["WINDOW"],
+        _next_early(call, parts), *call.factors, SOFTCAP=call.shape["SOFTCAP"], WINDOW=call.shape["WINDOW"],
         FIRST=call.first, LENGTH=slots.shape[1], BLOCK_M=call.group_block, num_stages=1, **_tail_of(call, parts),
         **call.sizes,
     )  # fmt: skip
@@ -223,7 +223,7 @@ def _run_chains(call: _Call) -> None:
         _merge_chains(call, state, parts)
 
 
-def _early(call: _Call, parts: int) -> int:
+def _next_early(call: _Call, parts: int) -> int:
     """1 if the product behind may begin when the merge of parts does, else 0."""
     num_rows, num_heads, head_dim = call.q.shape
     few = call.num_kv_heads * len(call.work.tree_tiles) * parts <= EARLY_PROGRAMS
@@ -233,17 +233,18 @@ def _early(call: _Call, parts: int) -> int:
 def _merge_chains(call: _Call, state: tuple[Tensor, Tensor, Tensor], parts: int) -> None:
     """Merge as many parts of each row at most, by the kernel that is made for its heads."""
     work, (num_rows, num_heads, head_dim) = call.work, call.q.shape
-    early = _early(call, parts)
+    next_early = _next_early(call, parts)
     if call.first == BY_CONTEXT:  # as many as the longest one has
         parts = num_parts(_keys(call), first_part(work.max_context, call.programs, head_dim), 1)
     if takes_heads(call.q):
-        merge_heads(call.out, state, work, parts, call.first, call.programs, early, call.sizes)
+        merge_heads(call.out, state, work, parts, call.first, call.programs, next_early, call.sizes)
     else:
         heads = 1 if call.first == 1 or parts > 8 else 2  # of many rows, with few states each
         sizes = {name: size for name, size in call.sizes.items() if name != "G"}
         merge_kernel[(num_rows, triton.cdiv(num_heads, heads))](
             call.out, *state, work.context_lens, work.positions, work.ancestors, num_rows, work.nodes_per_sequence,
-            call.programs, early, FIRST=call.first, HEADS=heads, AT_ONCE=16 if parts > 8 else 8, num_warps=1, **sizes,
+            call.programs, next_early,
+            FIRST=call.first, HEADS=heads, AT_ONCE=16 if parts > 8 else 8, num_warps=1, **sizes,
         )  # fmt: skip
 
 

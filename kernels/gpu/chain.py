@@ -129,7 +129,7 @@ def _merge_parts(
     tl.store(out_ptr + at * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["num_rows", "nodes", "programs", "early"])
+@triton.jit(do_not_specialize=["num_rows", "nodes", "programs", "next_early"])
 def merge_kernel(
     out_ptr,
     m_ptr,
@@ -141,7 +141,7 @@ def merge_kernel(
     num_rows,
     nodes,
     programs,
-    early,
+    next_early,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -158,9 +158,10 @@ def merge_kernel(
 
     Only their states come from the kernel before, which has waited for all others. A program of one warp takes a few
     instructions a part, since maximum and sum of weights are two numbers: it waits for its loads, as many others do.
-    `nodes` of a sequence and `programs` are for `FIRST` by the context.
+    `nodes` of a sequence and `programs` are for `FIRST` by the context; `next_early` is what `lets_begin` of
+    `gpu/launch.py` says.
     """
-    if early:
+    if next_early:
         let_next_begin(PDL)
     row = tl.program_id(0)
     position = tl.load(positions_ptr + row).to(tl.int32)

@@ -17,8 +17,8 @@ import triton.language as tl
 from triton.runtime import driver
 
 SMALL_INPUTS = 2048
-"""Inputs of a large product: its programs take most of a multiprocessor. Those of a small one may wait beside
-others."""
+"""A small product has fewer inputs than this, and its programs may wait beside others; those of a large one take most
+of a multiprocessor."""
 _LET_BEGIN = {
     "merge": (range(1, 17), range(128, 257)),
     "norm": (range(1, 33), range(128, 257)),
@@ -29,7 +29,7 @@ next one begin when they begin themselves. Of more rows than these nothing is kn
 
 
 def lets_begin(kind: str, num_rows: int, inputs: int) -> bool:
-    """Return whether a kernel lets the next one begin when it begins itself: no bit depends on it.
+    """Return whether a kernel lets the next one begin when it begins itself (its `next_early`): no bit depends on it.
 
     Args:
         kind: "merge" of attention's parts, with a product behind; "norm" with one behind; "product".

@@ -78,11 +78,11 @@ def _load_weights(w_at, k, at, K: tl.constexpr, BLOCK_K: tl.constexpr, SLAB_SIZE
 
 
 # Compiled for one row alone, the loads of x would not be pipelined.
-@triton.jit(do_not_specialize=["num_rows", "early"])
+@triton.jit(do_not_specialize=["num_rows", "next_early"])
 def _linear_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, early, OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-    LONE: tl.constexpr, SLAB: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, num_rows, x_stride, next_early,
+    OUT: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, LONE: tl.constexpr, SLAB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of a product, or with an activation of a gated one: then the weights of `up` stand behind the gate's.
 
@@ -103,7 +103,7 @@ def _linear_kernel(
         prefetch(_first_lines(w_ptr, col % OUT, WIDTH), PDL)
         if GATED:
             prefetch(_first_lines(w_ptr, OUT + col % OUT, WIDTH), PDL)
-    if early:
+    if next_early:
         let_next_begin(PDL)
     wait_for_inputs(PDL, not GATED or BITS <= SMALL_BITS)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
@@ -182,9 +182,9 @@ def _multiply(
     if t.tma and n:
         tma_linear(x, weight, bias, y, t, activation)
     elif n:
-        early = int(lets_begin("product", n, k))
+        next_early = int(lets_begin("product", n, k))
         _linear_kernel[grid_of(n, out, t)](
-            x, weight, weight if bias is None else bias, y, n, row_stride(x), early, out, k, bias is not None,
+            x, weight, weight if bias is None else bias, y, n, row_stride(x), next_early, out, k, bias is not None,
             activation, t.rows, t.out, t.k, n == 1 and k % t.k == 0, slab, num_warps=t.warps, num_stages=t.stages,
             enable_fp_fusion=False, **overlap(x.device),
         )  # fmt: skip

@@ -47,16 +47,16 @@ def _merge(state, following):
     return m, total * a + total_next * b, acc * a[:, None] + acc_next * b[:, None]
 
 
-@gluon.jit(do_not_specialize=["num_rows", "nodes", "programs", "early"])
+@gluon.jit(do_not_specialize=["num_rows", "nodes", "programs", "next_early"])
 def merge_heads_kernel(
     out_ptr, m_ptr, total_ptr, acc_ptr, context_ptr, positions_ptr, ancestors_ptr, num_rows, nodes, programs,
-    early, H: gl.constexpr, D: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr,
+    next_early, H: gl.constexpr, D: gl.constexpr, SMALL: gl.constexpr, NUM: gl.constexpr, LARGE: gl.constexpr,
     FIRST: gl.constexpr, PDL: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """All parts of one node's keys for some heads, in their order, so many of them at once; as `merge_kernel`."""
     LAYOUT: gl.constexpr = _layout(LANES, WARPS, D)
     HEADS: gl.constexpr = WARPS * 32 // LANES
-    if early:
+    if next_early:
         let_next_begin(PDL)
     row = gl.program_id(0)
     position = gl.load(positions_ptr + row).to(gl.int32)
@@ -146,7 +146,7 @@ def takes_heads(q: Tensor) -> bool:
 
 def merge_heads(
     out: Tensor, state: Sequence[Tensor], work: AttentionWork, parts: int, first: int, programs: int,
-    early: int, sizes: dict[str, Any],
+    next_early: int, sizes: dict[str, Any],
 ) -> None:  # fmt: skip
     """Merge the states of chains' parts.
 
@@ -156,7 +156,7 @@ def merge_heads(
         work: the batch.
         parts: most parts of a row.
         first: splits that the first part takes, or BY_CONTEXT, where so many `programs` share a context.
-        early: 1 if the next kernel may begin when this one does, else 0.
+        next_early: 1 if the next kernel may begin when this one does, else 0.
         sizes: what attention kernels are compiled for.
     """
     num_rows, num_heads, head_dim = out.shape
@@ -164,6 +164,6 @@ def merge_heads(
     names = ("H", "D", "SMALL", "NUM", "LARGE")
     merge_heads_kernel[(num_rows, triton.cdiv(num_heads, merge.warps * 32 // merge.lanes))](
         out, *state, work.context_lens, work.positions, work.ancestors, num_rows, work.nodes_per_sequence, programs,
-        early, *(sizes[name] for name in names), first, sizes["PDL"], merge.lanes, merge.warps, merge.at_once,
+        next_early, *(sizes[name] for name in names), first, sizes["PDL"], merge.lanes, merge.warps, merge.at_once,
         num_warps=merge.warps, enable_fp_fusion=False, launch_pdl=sizes["PDL"],
     )  # fmt: skip

@@ -17,12 +17,12 @@ def _scaled(wide, w, eps: tl.constexpr, H: tl.constexpr):
     return (unit.to(w.dtype).to(wide.dtype) * w.to(wide.dtype)).to(w.dtype)
 
 
-@triton.jit(do_not_specialize=["early"])
+@triton.jit(do_not_specialize=["next_early"])
 def _rmsnorm_kernel(
-    x_ptr, weight_ptr, out_ptr, x_row, x_head, weight_head, early,
+    x_ptr, weight_ptr, out_ptr, x_row, x_head, weight_head, next_early,
     eps: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if early:
+    if next_early:
         let_next_begin(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.arange(0, BLOCK)
@@ -34,12 +34,12 @@ def _rmsnorm_kernel(
     tl.store(out_ptr + (row * tl.num_programs(1) + head) * H + col, out.to(x.dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["early"])
+@triton.jit(do_not_specialize=["next_early"])
 def _add_rmsnorm_kernel(
-    delta_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, delta_row, residual_row, early,
+    delta_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, delta_row, residual_row, next_early,
     eps: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if early:
+    if next_early:
         let_next_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -79,7 +79,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     w = weight.expand(heads, -1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     strides = _row_stride(rows), rows.stride(1), w.stride(0)
-    _rmsnorm_kernel[(n, heads)](rows, w, out, *strides, _early(rows), **_constants(x, eps))
+    _rmsnorm_kernel[(n, heads)](rows, w, out, *strides, _next_early(rows), **_constants(x, eps))
     return out
 
 
@@ -106,7 +106,7 @@ def add_rmsnorm(
     out, total = (torch.empty(delta.shape, dtype=delta.dtype, device=delta.device) for _ in range(2))
     strides = _row_stride(delta), _row_stride(residual)
     _add_rmsnorm_kernel[(len(delta),)](
-        delta, residual, weight, out, total, *strides, _early(delta), **_constants(delta, eps)
+        delta, residual, weight, out, total, *strides, _next_early(delta), **_constants(delta, eps)
     )
     return out, total
 
@@ -128,7 +128,7 @@ def _constants(x: torch.Tensor, eps: float) -> dict[str, object]:
     return {"eps": eps, "H": width, "WIDE": wide, "BLOCK": block, "num_warps": warps, **overlap(x.device)}
 
 
-def _early(x: torch.Tensor) -> int:
+def _next_early(x: torch.Tensor) -> int:
     """1 if the next kernel, a product of these rows, may begin when this one does, else 0."""
     return int(lets_begin("norm", len(x), x.shape[1:].numel()))
 

@@ -148,7 +148,7 @@ def _repeated(x, ROWS: tl.constexpr):
         return tl.reshape(tl.broadcast_to(x[None, :, :], [TIMES, x.shape[0], x.shape[1]]), [ROWS, x.shape[1]])
 
 
-@triton.jit(do_not_specialize=["num_nodes", "nodes", "programs", "early"])
+@triton.jit(do_not_specialize=["num_nodes", "nodes", "programs", "next_early"])
 def tail_kernel(
     q_ptr,
     k_ptr,
@@ -166,7 +166,7 @@ def tail_kernel(
     num_nodes,
     nodes,
     programs,
-    early,
+    next_early,
     scale,
     softcap,
     SOFTCAP: tl.constexpr,
@@ -192,7 +192,7 @@ def tail_kernel(
     when they are merged. Where each sequence has as many `nodes` and no other rows, a node's row and sequence are known
     without a load; 0 says that they aren't. `programs` is for `FIRST` by the context.
     """
-    if early:
+    if next_early:
         let_next_begin(PDL)
     GROUP: tl.constexpr = H // G
     node_of, kv_head = tl.program_id(0), tl.program_id(1)
